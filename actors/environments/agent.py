@@ -14,6 +14,7 @@ from actors.environments.agent_program import (
     placed_command,
     program_variables,
 )
+from actors.environments.agent_sandbox import SandboxedPrograms
 from actors.environments.agent_verifier import LeftByAgent, Verifier
 from actors.environments.session_episode import (
     TaskDescriptions,
@@ -67,6 +68,7 @@ class AgentEnvironment:
         self._scoring = scoring
         """Computes rewards; None where programs post them."""
         self._gateway = Gateway(config.gateway)
+        self._sandboxed = None if config.sandbox is None else SandboxedPrograms(config, self._gateway)
         self._latest = LatestUses()
         """Programs whose episodes were scored."""
         self._verifier = None if config.verifier is None else self._built_verifier()
@@ -181,6 +183,8 @@ class AgentEnvironment:
 
     async def close(self) -> None:
         """Close the gateway, and give up the rewards' connections and processes."""
+        if self._sandboxed is not None:
+            await self._sandboxed.close()
         await self._runner.close()
         await self._gateway.close()
         if self._scoring is not None:
@@ -194,21 +198,12 @@ class AgentEnvironment:
 
     async def _run_program(self, task: Task, session: Session, work: Path) -> None:
         """Run the program; a failure of the engine explains every other one."""
+        description = json.dumps(self._descriptions.of(task))
         try:
-            with self._runner.directory() as directory:
-                path = directory / "task.json"
-                path.write_text(json.dumps(self._descriptions.of(task)))
-                path.chmod(0o644)
-                ended = await self._run(
-                    Program(
-                        command=placed_command(self._config.arguments),
-                        variables=self._variables(session, path),
-                        directory=work,
-                        handed=self._handed(task, session),
-                        readable=(directory, *needed_files(self._config.arguments)),
-                    ),
-                    self._config.program_timeout_s,
-                )
+            if self._sandboxed is not None:
+                ended = await self._sandboxed.run(task, session, description, work)
+            else:
+                ended = await self._run_here(task, session, description, work)
         except (OSError, ValueError) as error:  # no space for its files, no descriptors, a wrong variable
             raise self._failed(task, f"cannot be run: {error!r}") from error
         except ProgramError as error:
@@ -217,6 +212,20 @@ class AgentEnvironment:
             raise session.failure
         if ended.status != 0:
             self._look_at(task, session, ended)
+
+    async def _run_here(self, task: Task, session: Session, description: str, work: Path) -> ProgramEnd:
+        with self._runner.directory() as directory:
+            path = directory / "task.json"
+            path.write_text(description)
+            path.chmod(0o644)
+            program = Program(
+                command=placed_command(self._config.arguments),
+                variables=self._variables(session, path),
+                directory=work,
+                handed=self._handed(task, session),
+                readable=(directory, *needed_files(self._config.arguments)),
+            )
+            return await self._run(program, self._config.program_timeout_s)
 
     def _blamed(self, task: Task, session: Session, error: ProgramError) -> EpisodeError:
         """Return the error of a program that did not end by itself, by whose fault it is: the engine's where

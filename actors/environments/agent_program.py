@@ -40,7 +40,8 @@ def check_program(config: AgentConfig) -> None:
             f"have: {sys.executable} -m pip install {names}"
         )
     for setting, command, arguments in commands_of(config):
-        _check_command(setting, command, arguments)
+        if setting != "command" or not config.has_image:
+            _check_command(setting, command, arguments)
 
 
 def commands_of(config: AgentConfig) -> list[tuple[str, str, list[str]]]:
@@ -118,6 +119,15 @@ def program_variables(config: AgentConfig, url: str, key: str, own: Mapping[str,
     return {
         **inherited,
         **_searched_here(config.arguments, inherited),
+        **gateway_variables(config, url, key, near),
+        **own,
+        **config.variables,
+    }
+
+
+def gateway_variables(config: AgentConfig, url: str, key: str, near: str) -> dict[str, str]:
+    """Return the variables by which a program finds the gateway; no proxy brings it to the hosts `near`."""
+    return {
         "NO_PROXY": near,
         "no_proxy": near,
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -127,8 +137,6 @@ def program_variables(config: AgentConfig, url: str, key: str, own: Mapping[str,
         "GOOGLE_GEMINI_BASE_URL": url,
         "GEMINI_API_KEY": key,
         "SLUICE_MODEL": config.gateway.model,
-        **own,
-        **config.variables,
     }
 
 

@@ -2,6 +2,7 @@
 commands, so that a back end does nothing else."""
 
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -58,6 +59,10 @@ class RunningSandbox(Protocol):
 
         Raises ToolFailedError where the sandbox is gone by what ran in it, ToolError for a fault of its host.
         A command whose caller is cancelled is ended."""
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket at which connections come that commands make to this port of 127.0.0.1. Who has it
+        closes it. Raises what `run` raises."""
 
     async def close(self) -> None:
         """End the sandbox with all that runs in it."""

@@ -12,10 +12,13 @@ from actors.settings.episode_sandboxes import (
 )
 
 
-def build_backend(config: SandboxBackendConfig, limits: SandboxLimits) -> SandboxBackend:
-    """Build it. Raises ConfigError for one that cannot work here."""
+def build_backend(
+    config: SandboxBackendConfig, limits: SandboxLimits, *, listens: bool = False
+) -> SandboxBackend:
+    """Build it; `listens` says whether its sandboxes are asked to. Raises ConfigError for one that cannot
+    work here."""
     if isinstance(config, ContainerSandboxes):
-        return ContainerBackend(config, limits)
+        return ContainerBackend(config, limits, listens=listens)
     if isinstance(config, RemoteSandboxes):
         return RemoteBackend(config)
     return NamespaceBackend.from_config(config, limits)

@@ -8,16 +8,20 @@ import json
 import os
 import re
 import secrets
+import shutil
+import socket
 import struct
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import psutil
 import structlog
 
+from actors.episode_sandboxes import relay
 from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
@@ -32,11 +36,15 @@ OWNER = "sluice.owner"
 BEGIN_EXEC = 'echo $$ > "$0"; exec "$@"'
 """Script that notes the process of a command, so that it can be ended."""
 END_EXEC = 'kill -9 -- "-$(cat "$0")"'
+RELAY = Path(relay.__file__).read_text()
+SHARED = "/run/sluice"
+"""Where a container finds the socket to which the relay in it connects, in a directory that it only reads."""
 REQUEST_TIMEOUT_S = 120.0
 LAST_OUTPUT_S = 0.2
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5
 """Time until the daemon is asked whether a command has ended whose output goes on, at first and at most."""
 LOOKS = 40
+BACKLOG = 1024
 KILLED = 137
 """Status of a command that a signal has killed."""
 OF_MEMORY = "/sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control"
@@ -48,7 +56,7 @@ FRAME = struct.Struct(">BxxxI")
 class ContainerBackend:
     """Starts containers. Raises ConfigError where there is no daemon."""
 
-    def __init__(self, config: ContainerSandboxes, limits: SandboxLimits) -> None:
+    def __init__(self, config: ContainerSandboxes, limits: SandboxLimits, *, listens: bool = False) -> None:
         if not config.socket.is_socket():
             raise ConfigError(
                 f"a sandbox's socket={config.socket}: no daemon listens there; start Docker, or give the "
@@ -56,6 +64,7 @@ class ContainerBackend:
             )
         self._config = config
         self._limits = limits
+        self._listens = listens
         self._session: aiohttp.ClientSession | None = None
         self._starting = asyncio.Lock()
 
@@ -67,23 +76,25 @@ class ContainerBackend:
                 connector = aiohttp.UnixConnector(str(self._config.socket), limit=0)
                 self._session = aiohttp.ClientSession("http://daemon", connector=connector)
                 await self._remove_orphans()
-        container = Container(self, f"sluice-{secrets.token_hex(16)}")
+        shared = Path(tempfile.mkdtemp(prefix="sluice-sandbox-")) if self._listens else None
+        container = Container(self, f"sluice-{secrets.token_hex(16)}", shared)
         try:
-            await self._begin(container.container_id, name)
+            await self._begin(container, name)
         except BaseException:  # a cancelled start leaves nothing either
             await container.close()
             raise
         return container
 
-    async def _begin(self, name: str, image: str) -> None:
-        path = f"/containers/create?name={name}"
-        status, made = await self.ask("POST", path, self._described(image))
+    async def _begin(self, container: "Container", image: str) -> None:
+        path = f"/containers/create?name={container.container_id}"
+        described = self._described(image, container.shared)
+        status, made = await self.ask("POST", path, described)
         if status == 404:
             await self._pull(image)
-            status, made = await self.ask("POST", path, self._described(image))
+            status, made = await self.ask("POST", path, described)
         if status != 201:
             raise ToolError(f"the daemon makes no container of {image!r}: {_message(made)}")
-        status, said = await self.ask("POST", f"/containers/{name}/start")
+        status, said = await self.ask("POST", f"/containers/{container.container_id}/start")
         if status not in (204, 304):
             raise ToolError(f"the daemon starts no container of {image!r}: {_message(said)}")
 
@@ -116,7 +127,7 @@ class ContainerBackend:
         if status != 200 or "error" in said:
             raise ToolError(f"the daemon has no image {name!r}, and fetches none: {_message(said)}")
 
-    def _described(self, image: str) -> JSON:
+    def _described(self, image: str, shared: Path | None) -> JSON:
         limits, size = self._limits, self._limits.disk_mb << 20
         host: dict[str, JSON] = {
             "NetworkMode": "none",
@@ -132,6 +143,7 @@ class ContainerBackend:
                 _ulimit("nofile", 1024),
             ],
             **({"StorageOpt": {"size": str(size)}} if self._config.disk_quota else {}),
+            **({"Binds": [f"{shared}:{SHARED}:ro"]} if shared is not None else {}),
         }  # fmt: skip
         return {
             "Image": image,
@@ -164,8 +176,10 @@ class ContainerBackend:
 class Container:
     """One container."""
 
-    def __init__(self, backend: ContainerBackend, container_id: str) -> None:
+    def __init__(self, backend: ContainerBackend, container_id: str, shared: Path | None) -> None:
         self.container_id = container_id
+        self.shared = shared
+        """Directory of this host that the container sees, if it is asked to listen."""
         self._backend = backend
         self._killed = 0
         """Processes that the kernel has killed for lack of memory, as far as is known."""
@@ -190,8 +204,28 @@ class Container:
             stdout=stdout, stderr=stderr, end=end, status=status, took_s=time.monotonic() - started
         )
 
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket of this host to which a relay in the container connects. Raises what `run` does,
+        and ToolError where the image has no Python for that."""
+        assert self.shared is not None
+        with ExitStack() as opened:
+            listening = opened.enter_context(socket.socket(socket.AF_UNIX))
+            self.shared.chmod(0o711)  # else users of the image other than its root do not reach the socket
+            listening.bind(str(self.shared / "gateway"))
+            (self.shared / "gateway").chmod(0o666)
+            listening.listen(BACKLOG)
+            words = ("python3", "-c", RELAY, str(port), f"{SHARED}/gateway")
+            ran = await self.run(Command(words=words, timeout_s=REQUEST_TIMEOUT_S, directory="/"))
+            if ran.status != 0:
+                reason = ran.stderr.decode(errors="replace").strip()
+                raise ToolError(f"nothing listens in the container, which needs python3 for it: {reason}")
+            opened.pop_all()
+        return listening
+
     async def close(self) -> None:
         """Remove the container; what the daemon says against it is logged."""
+        if self.shared is not None:
+            await asyncio.to_thread(shutil.rmtree, self.shared, ignore_errors=True)
         status, said = await self._backend.ask("DELETE", f"/containers/{self.container_id}?force=1&v=1")
         if status not in (204, 404, 409):  # gone, or about to be
             log.warning("container_is_not_removed", container=self.container_id, reason=_message(said))

@@ -49,6 +49,7 @@ OVER = signal.SIGUSR1
 """Tells who waits for a command that the sandbox has passed its limit of memory."""
 CANNOT_START = 127
 MOST_DESCRIPTORS = 1 << 16
+BACKLOG = 1024
 
 
 class CommandDescriptors(NamedTuple):
@@ -156,6 +157,9 @@ def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
             packet, received, _, _ = socket.recv_fds(actor, 16, len(CommandDescriptors._fields))
             if not packet:
                 return 0
+            if not received:
+                _listen(actor, int(packet))
+                continue
             given = CommandDescriptors(*received)
             if (handler := os.fork()) == 0:
                 actor.close()
@@ -163,6 +167,15 @@ def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
             handlers.add(handler)
             for descriptor in given:
                 os.close(descriptor)
+
+
+def _listen(actor: socket.socket, port: int) -> None:
+    """Hand the actor a socket that listens at a port of the sandbox's loopback."""
+    try:
+        with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listening:
+            socket.send_fds(actor, [b"{}"], [listening.fileno()])
+    except OSError as error:
+        actor.send(json.dumps({"refused": str(error)}).encode())
 
 
 def _mount(settings: GuestSettings) -> None:

@@ -19,7 +19,7 @@ from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
 from actors.episodes.errors import ToolError
 from actors.programs.hidden import hidden_paths
 from actors.sandboxes.sandbox import package_directories
-from actors.sandboxes.server_process import sealed_file, started_server
+from actors.sandboxes.server_process import received, sealed_file, started_server
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 from bus.errors import ConfigError
 from bus.process.plugins import refuse_of_record
@@ -148,6 +148,20 @@ class NamespaceSandbox:
             status=said["status"],
             took_s=said.get("took_s", time.monotonic() - started),
         )
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens at a port of the sandbox's loopback. Raises ToolError."""
+        try:
+            self._control.send(str(port).encode())
+            async with asyncio.timeout(GRACE_S):
+                packet, descriptors = await received(self._control)
+        except (OSError, TimeoutError) as error:
+            raise ToolError(f"the sandbox failed: {error!r}") from error
+        if not descriptors:
+            raise ToolError(f"nothing listens at port {port} of the sandbox: {packet.decode()}")
+        listening = socket.socket(fileno=descriptors[0])
+        listening.setblocking(False)
+        return listening
 
     async def _has_ended(self) -> bool:
         """Return whether nothing is left of the sandbox, which is known soon after its first process ends."""

@@ -9,7 +9,6 @@ import structlog
 
 from actors.episode_sandboxes.base import EpisodeSandbox, RunningSandbox, SandboxBackend
 from actors.episodes.errors import ToolError
-from actors.settings.episode_sandboxes import PoolConfig
 
 log = structlog.get_logger()
 
@@ -17,10 +16,10 @@ log = structlog.get_logger()
 class SandboxPool:
     """Gives each episode a sandbox of its own, once there is room for it."""
 
-    def __init__(self, backend: SandboxBackend, config: PoolConfig) -> None:
+    def __init__(self, backend: SandboxBackend, *, at_once: int, warm: int) -> None:
         self._backend = backend
-        self._places = asyncio.Semaphore(config.at_once)
-        self._warm = config.warm
+        self._places = asyncio.Semaphore(at_once)
+        self._warm = warm
         self._ready: deque[RunningSandbox] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._is_closed = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import Mapping
 
 import aiohttp
@@ -96,6 +97,10 @@ class RemoteSandbox:
             return result_of(said)
         except SchemaError as error:
             raise ToolError(str(error)) from error
+
+    async def listen(self, port: int) -> socket.socket:
+        """Refuse: no server brings connections here. Raises ToolError."""
+        raise ToolError(f"{self._path}: a sandbox of another host brings no connections to port {port} here")
 
     async def close(self) -> None:
         """Have the server end the sandbox, which it would do by itself after a while."""

@@ -55,7 +55,9 @@ class SandboxServer:
             raise ConfigError(f"set the variable {config.token_variable} to a token that clients give")
         self._config = config
         self._expected = f"Bearer {token}".encode()
-        self._pool = SandboxPool(build_backend(config.backend, config), config)
+        self._pool = SandboxPool(
+            build_backend(config.backend, config), at_once=config.at_once, warm=config.warm
+        )
         self._lent: dict[str, _Lent] = {}
         self._starting = 0
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()

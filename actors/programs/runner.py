@@ -30,7 +30,7 @@ from actors.programs.confinement import PRIVATE
 from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
-from actors.sandboxes.server_process import ProgramServer, sealed_file
+from actors.sandboxes.server_process import LARGEST_PACKET, ProgramServer, received, sealed_file
 from actors.settings.programs import IsolationConfig
 from bus.errors import ConfigError, SluiceError
 from bus.process.child_process import module_command
@@ -41,7 +41,6 @@ MEBIBYTE = 1 << 20
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 """Longest time from the wish to end a program until nothing is left of it."""
-LARGEST_REPORT = 1 << 14
 EPISODES = "sluice-programs"
 """Name of the directory that holds those of programs: no program sees it."""
 NOT_HELD = (
@@ -273,7 +272,7 @@ def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None, base
         sent.close()
         try:
             while True:
-                packet, descriptors, _, _ = socket.recv_fds(report, LARGEST_REPORT, 1)
+                packet, descriptors, _, _ = socket.recv_fds(report, LARGEST_PACKET, 1)
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if not descriptors:
@@ -315,7 +314,7 @@ async def _reported(report: socket.socket, serve: Serve | None) -> Mapping[str, 
     """Have the gateway listen at the program's loopback, and return how the program ended."""
     async with AsyncExitStack() as serving:
         while True:
-            packet, descriptors = await _received(report)
+            packet, descriptors = await received(report)
             if not descriptors:
                 found: Mapping[str, Any] = json.loads(packet or b"{}")
                 return found
@@ -324,27 +323,6 @@ async def _reported(report: socket.socket, serve: Serve | None) -> Mapping[str, 
                 listening.close()
             else:
                 await serving.enter_async_context(serve(listening))
-
-
-async def _received(report: socket.socket) -> tuple[bytes, list[int]]:
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            packet, descriptors, _, _ = socket.recv_fds(report, LARGEST_REPORT, 1)
-        except BlockingIOError:
-            readable = loop.create_future()
-            loop.add_reader(report, _note, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(report)
-        else:
-            return packet, descriptors
-
-
-def _note(readable: "asyncio.Future[None]") -> None:
-    if not readable.done():
-        readable.set_result(None)
 
 
 async def _ended(report: socket.socket, ending: "asyncio.Task[Mapping[str, Any]]") -> None:

@@ -1,6 +1,7 @@
 """The process that starts programs for an actor, which a sandbox and the agents' programs both have, and the
 files by which it is handed them."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ END_TIMEOUT_S = 10.0
 """Longest time that the process may take to end before it is killed."""
 START_TIMEOUT_S = 60.0
 LARGEST_ANSWER = 4096
+LARGEST_PACKET = 1 << 14
 SERVER_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Nothing of the actor's environment, which may hold passwords, comes near a program."""
 REMEDY = (
@@ -81,6 +83,28 @@ def started_server(module: str, settings: str) -> ProgramServer:
         raise ConfigError(_refusal(answer))
     control.setblocking(False)
     return server
+
+
+async def received(report: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next packet of a socket that does not block, with at most one descriptor."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(report, LARGEST_PACKET, 1)
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(report, _note, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(report)
+        else:
+            return packet, descriptors
+
+
+def _note(readable: "asyncio.Future[None]") -> None:
+    if not readable.done():
+        readable.set_result(None)
 
 
 def _refusal(answer: Mapping[str, str]) -> str:

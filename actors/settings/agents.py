@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from actors.settings.environment import EnvironmentSettings
+from actors.settings.episode_sandboxes import NamespaceSandboxes, ProgramSandboxes
 from actors.settings.gateway import GatewayConfig
-from actors.settings.programs import IsolationConfig, with_own_python
+from actors.settings.programs import OWN_PYTHON, IsolationConfig, with_own_python
 from actors.settings.rewards import Finite, RewardConfig
 
 POSTED = "posted"
@@ -69,6 +70,10 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     isolation: IsolationConfig = IsolationConfig()
     """What a program may reach and use."""
 
+    sandbox: ProgramSandboxes | None = None
+    """Sandboxes, such as containers, in which programs run in place of this host's namespaces. Files that the
+    command names are copied there. `None` runs them on the host, as `isolation` says."""
+
     long_lived: bool = False
     """Whether a program takes tasks from SLUICE_TASKS_URL, many at once and one after the other, until it is
     ended. Without it a program is started for each task."""
@@ -125,6 +130,11 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
         return with_own_python(shlex.split(self.verifier or ""))
 
     @property
+    def has_image(self) -> bool:
+        """Return whether the program is one of an image, and not of this host."""
+        return self.sandbox is not None and not isinstance(self.sandbox.backend, NamespaceSandboxes)
+
+    @property
     def programs(self) -> int:
         """Return how many programs may run at the same time."""
         return self.programs_at_once or (1 if self.long_lived else PROGRAMS_AT_ONCE)
@@ -146,6 +156,17 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
         if not words:
             raise ValueError("an empty command: name the program, such as 'python my_agent.py'")
         return command
+
+    @model_validator(mode="after")
+    def _sandboxes_can_be_used(self) -> Self:
+        if self.sandbox is not None and (self.long_lived or self.program_owns_reward):
+            raise ValueError(
+                "a program in a sandbox is one of an episode that does not pay itself: leave out long_lived "
+                "and program_owns_reward, and name a reward or a verifier"
+            )
+        if self.has_image and OWN_PYTHON in shlex.split(self.command):
+            raise ValueError(f"an image has no {OWN_PYTHON}: name a program of its own, such as python3")
+        return self
 
     @model_validator(mode="after")
     def _rewards_are_given(self) -> Self:

@@ -11,9 +11,6 @@ from bus.config import Config
 class SandboxLimits(Config):
     """What one sandbox may use."""
 
-    command_s: float = Field(60.0, gt=0)
-    """Longest time that a command may run; then it is ended, and the sandbox goes on."""
-
     cpu_s: int = Field(600, ge=1)
     """Processor time of each process."""
 
@@ -26,9 +23,6 @@ class SandboxLimits(Config):
 
     disk_mb: int = Field(256, ge=1)
     """Size of the workspace, in MiB, and of /tmp and /dev/shm each."""
-
-    output_kb: int = Field(64, ge=1)
-    """Output of a command after which it is ended; the model sees no more than `output_characters` of it."""
 
 
 class PoolConfig(SandboxLimits):
@@ -99,6 +93,16 @@ LocalBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(di
 SandboxBackendConfig = Annotated[
     NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes, Field(discriminator="type")
 ]
+
+
+class ProgramSandboxes(SandboxLimits):
+    """Sandboxes in which the programs of agents run, one in each."""
+
+    backend: LocalBackendConfig = NamespaceSandboxes()
+    """Where sandboxes run. An image needs `python3`, which brings requests to the gateway."""
+
+    warm: int = Field(0, ge=0)
+    """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
 
 
 class SandboxServerConfig(PoolConfig):

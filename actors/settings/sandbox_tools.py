@@ -22,6 +22,12 @@ class SandboxToolConfig(PoolConfig):
     """Tools that the model gets: `shell`, `python`, and with `files` `read_file`, `write_file` and
     `edit_file`."""
 
+    command_s: float = Field(60.0, gt=0)
+    """Longest time that a command may run; then it is ended, and the sandbox goes on."""
+
+    output_kb: int = Field(64, ge=1)
+    """Output of a command after which it is ended; the model sees no more than `output_characters` of it."""
+
     backend: SandboxBackendConfig = NamespaceSandboxes()
     """Where sandboxes run."""
 

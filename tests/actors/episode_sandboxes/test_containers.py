@@ -1,16 +1,9 @@
 """Sandboxes in containers of real daemons, Docker's and Podman's, with an image that is made of busybox."""
 
 import asyncio
-import io
-import os
-import shutil
 import subprocess
 import sys
-import tarfile
-import tempfile
-import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -22,72 +15,17 @@ from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.tools.build import build_tools
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said, shell
+from tests.actors.episode_sandboxes.daemons import DAEMONS, IMAGE, ask_for_few_processes, daemon_of
 from tests.actors.tools.test_sandbox_tools import Episode
 
 pytestmark = pytest.mark.nightly
-IMAGE = "tiny:1"
-DAEMONS = {
-    "docker": "dockerd --data-root {d}/data --exec-root {d}/exec --pidfile {d}/pid -H unix://{d}/socket "
-    "--iptables=false --ip6tables=false --bridge=none",
-    "podman": "podman --root {d}/data --runroot {d}/run --cgroup-manager cgroupfs --runtime runc "
-    "system service --time 0 unix://{d}/socket",
-}
-IMPORT = {
-    "docker": "docker -H unix://{d}/socket import - " + IMAGE,
-    "podman": "podman --root {d}/data --runroot {d}/run import - " + IMAGE,
-}
-
-
-def image_of_busybox():
-    """A tar archive of one program that is all others."""
-    applets = subprocess.run(["busybox", "--list"], check=True, capture_output=True, text=True).stdout.split()
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.add(shutil.which("busybox"), "bin/busybox")
-        for applet in set(applets) - {"busybox"}:
-            link = tarfile.TarInfo(f"bin/{applet}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            archive.addfile(link)
-        tmp = tarfile.TarInfo("tmp")
-        tmp.type, tmp.mode = tarfile.DIRTYPE, 0o1777
-        archive.addfile(tmp)
-    return packed.getvalue()
 
 
 @pytest.fixture(scope="module", params=DAEMONS)
 def daemon(request):
     """The socket of a daemon that has the image."""
-    name = DAEMONS[request.param].split()[0]
-    if os.geteuid() or not (shutil.which(name) and shutil.which("busybox")):
-        pytest.skip(f"needs root, {name} and busybox: apt-get install docker.io podman crun busybox-static")
-    with tempfile.TemporaryDirectory(prefix="sluice-daemon-", ignore_cleanup_errors=True) as directory:
-        with Path(directory, "log").open("wb") as log:
-            command = DAEMONS[request.param].format(d=directory).split()
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
-        try:
-            until = time.monotonic() + 60
-            while not Path(directory, "socket").is_socket():
-                if process.poll() is not None or time.monotonic() > until:
-                    pytest.skip(f"{name} does not run here: {Path(directory, 'log').read_text()[-500:]}")
-                time.sleep(0.1)
-            load = IMPORT[request.param].format(d=directory).split()
-            subprocess.run(load, input=image_of_busybox(), check=True, capture_output=True)
-            yield Path(directory, "socket")
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def ask_for_few_processes(patch):
-    """Have limits that root may set who lacks CAP_SYS_RESOURCE: Podman's own default is above them."""
-    described = ContainerBackend._described
-
-    def within(self, image):
-        body = described(self, image)
-        body["HostConfig"]["Ulimits"].append({"Name": "nproc", "Soft": 4096, "Hard": 4096})
-        return body
-
-    patch(ContainerBackend, "_described", within)
+    with daemon_of(request.param) as socket:
+        yield socket
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +130,7 @@ import asyncio, os, sys
 from pathlib import Path
 from actors.episode_sandboxes.containers import ContainerBackend
 from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
-from tests.actors.episode_sandboxes.test_containers import ask_for_few_processes
+from tests.actors.episode_sandboxes.daemons import ask_for_few_processes
 async def main():
     ask_for_few_processes(setattr)
     config = ContainerSandboxes(image=sys.argv[2], socket=Path(sys.argv[1]))

@@ -5,7 +5,7 @@ import asyncio
 from actors.episode_sandboxes.base import SandboxBackend
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episode_sandboxes.pool import SandboxPool
-from actors.settings.episode_sandboxes import NamespaceSandboxes, PoolConfig
+from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 from tests.actors.episode_sandboxes.backends import said
 
 
@@ -36,9 +36,8 @@ class Counted:
 
 
 async def test_an_actor_has_so_many_sandboxes_at_a_time_and_some_ahead():
-    config = PoolConfig(at_once=2, warm=1)
-    backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes(), config))
-    pool = SandboxPool(backend, config)
+    backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes(), SandboxLimits()))
+    pool = SandboxPool(backend, at_once=2, warm=1)
     together = asyncio.Barrier(2)
 
     async def episode(number):
