@@ -37,8 +37,6 @@ WRITE_S = 15
 FIRST_PORT = 10_000
 """Lowest port that is chosen for a server."""
 TRIED_PORTS = 100
-_given_ports = dict[int, socket.socket]()
-"""Ports that `free_port` returned, each with a socket that is bound to it and does not listen."""
 HTTP_HOST = "127.0.0.1"
 """Address at which a server tells its own numbers, to whoever asks: so not beyond this host."""
 LOG_BYTES = 64 << 20
@@ -228,7 +226,7 @@ def free_port(host: str) -> int:
             holder.close()
             continue
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _given_ports[port] = holder
+        holder.detach()  # it stays bound, and never listens, until the process ends
         return port
     with socket.socket() as probe:  # this host leaves no others
         probe.bind((host, 0))
