@@ -73,6 +73,9 @@ class GenerationRequest:
     """First token whose routed experts are wanted, among `token_ids`; None for no experts."""
     images: tuple[PlacedImage, ...] = ()
     """Images among `token_ids`, in order, with their bytes."""
+    lease_version: int = 0
+    """Version that was the newest when the lease was issued which this is for. Engines begin with the lowest:
+    such a request has the least slack before the learner trains on nothing so old."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

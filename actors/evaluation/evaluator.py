@@ -186,11 +186,11 @@ class Evaluator:
         try:
             sampled = await self._answers(
                 tasks, engine, _sampling(task, self.parts.sampled), failures,
-                kept=task.kept_prompts * task.samples,
+                version=version, kept=task.kept_prompts * task.samples,
             )  # fmt: skip
             greedy = await self._answers(
                 once, engine, _sampling(task, self.parts.greedy, temperature=0.0), failures,
-                kept=task.kept_prompts,
+                version=version, kept=task.kept_prompts,
             )  # fmt: skip
         except EngineLostError as error:
             raise await self._engines.after_loss(task.policy, error) from error
@@ -303,18 +303,19 @@ class Evaluator:
 
     async def _answers(
         self, tasks: Sequence[Task], engine: Engine, sampling: Sampling, failures: EnvironmentFailures, *,
-        kept: int,
+        version: int, kept: int,
     ) -> Sequence[_Answer]:  # fmt: skip
         """Carry out every task; return one answer for each, and note in `failures` what fails.
 
-        The first `kept` answers have what was said.
+        Engines take these requests after those of leases that are older than `version`. The first `kept`
+        answers have what was said.
 
         Raises `HandBackError` when this process is to end before all of them began,
         and `EngineLostError` when no engine is left."""
         policy = Policy(
             engine, self._tokenizer, sampling,
             tool_calls=self.parts.tool_calls, images=self.parts.images, others=self.parts.others,
-        )  # fmt: skip
+        ).fresh("heldout", lease_version=version)  # fmt: skip
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(tasks))
 
         async def answer(number: int, task: Task) -> _Answer:

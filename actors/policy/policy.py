@@ -76,6 +76,7 @@ class Policy:
         self._format = ChatFormat(tokenizer, tool_calls, images)
         self._calls = count()
         self._rollout_id = "rollout"
+        self._lease_version = 0
         self._completions = count()
         self._strands: list[Strand] = []
         self._turn_rewards: dict[int, float] = {}
@@ -92,9 +93,13 @@ class Policy:
         """Raise `ConfigError` for a chat template whose tool calls no format reads."""
         self._format.calls.refuse_unread()
 
-    def fresh(self, rollout_id: str) -> "Policy":
-        """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
+    def fresh(self, rollout_id: str, *, lease_version: int | None = None) -> "Policy":
+        """Return a policy with nothing recorded, which shares the engine and the remembered prompts.
+
+        Engines begin with requests of the lowest `lease_version`; without one it stays as it is."""
         policy = copy(self)
+        if lease_version is not None:
+            policy._lease_version = lease_version
         policy._rollout_id, policy._completions, policy._strands = rollout_id, count(), []
         policy._turn_rewards, policy._untrained = {}, set()
         policy.begun, self.begun = None, policy
@@ -276,7 +281,9 @@ class Policy:
         Which one that is shows when the tokens are there: other calls may have grown it meanwhile."""
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
         experts_from = self._experts_from(call, token_ids, images)
-        request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from, images)
+        request = GenerationRequest(
+            request_id, token_ids, self._seeded(call), experts_from, images, self._lease_version
+        )
         self.contexts.note(self._rollout_id, call.agent, len(token_ids), call.sampling.max_new_tokens)
         generation = await self._fitting(request, call)
         strand = self._continued(call, token_ids, images)

@@ -350,7 +350,8 @@ class Worker:
             self.rollouts_running += 1
             try:
                 with span("rollout", task=task.task_id) as note:
-                    episode = await self._environment.run(task, self._policy.fresh(task.task_id))
+                    policy = self._policy.fresh(task.task_id, lease_version=lease.policy_version)
+                    episode = await self._environment.run(task, policy)
                     note("end", episode.end)
             except (EngineLostError, HandBackError, MemoryError):
                 raise  # this process cannot go on: the lease is another actor's

@@ -61,6 +61,7 @@ def test_experts_of_all_tokens_but_the_last_are_read(experts_from, server_knows_
 def test_a_request_names_where_its_experts_begin_and_is_silent_without():
     body = request_body(asked(2), rid="r", salt="s")
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 2)
+    assert request_body(replace(asked(2), lease_version=7), rid="r", salt="s")["priority"] == 7
     assert "return_routed_experts" not in request_body(asked(None), rid="r", salt="s")
     assert read_answer(answer(reported(4)[1]), asked(None), ROUTING).routed_experts is None
 

@@ -1,9 +1,9 @@
 """Continuous batching over a transformers model whose layers see all tokens or a window of them: admit,
 decode one token each, repeat."""
 
+import bisect
 import inspect
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -61,7 +61,7 @@ class BatchedDecoder:
         self.model = model
         self._slots = slots
         self._prefill_tokens = prefill_tokens
-        self._waiting: deque[GenerationRequest] = deque()
+        self._waiting: list[GenerationRequest] = []
         self._rows = Rows()
         self.free_cache()
         self._vision = None if images is None else VisionPrefill(model, images)
@@ -120,8 +120,9 @@ class BatchedDecoder:
         return self._rows.sampled
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue checked requests, first come first served."""
-        self._waiting.extend(requests)
+        """Queue checked requests: those of the oldest leases first, and of one version as they come."""
+        for request in requests:
+            bisect.insort(self._waiting, request, key=lambda waiting: waiting.lease_version)
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> Finished:
@@ -232,7 +233,7 @@ class BatchedDecoder:
             if admitted and len(prompts | {prompt}) * longest > self._prefill_tokens:
                 break
             prompts.add(prompt)
-            admitted.append(self._waiting.popleft())
+            admitted.append(self._waiting.pop(0))
         return admitted
 
     def _passes(self, admitted: list[GenerationRequest]) -> Iterator[list[GenerationRequest]]:

@@ -73,6 +73,7 @@ async def test_the_result_says_which_versions_drew_its_tokens(bus, evaluations, 
     assert (result.sampled, result.greedy, result.prompts) == (1.0, 1.0, PROMPTS)
     temperatures = [request.sampling.temperature for request in engine.requests]
     assert temperatures == [1.0] * PROMPTS + [0.0] * PROMPTS
+    assert {request.lease_version for request in engine.requests} == {3}
 
 
 async def test_no_server_is_asked_which_tokens_it_kept_of_answers_that_are_not_trained(

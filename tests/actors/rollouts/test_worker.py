@@ -96,6 +96,7 @@ async def test_a_lease_becomes_one_group_on_its_shard_and_is_acked(bus, engine):
     assert [t.trajectory_id for t in group] == ["g00000000.0", "g00000000.1", "g00000000.2"]
     assert {(t.group_size, t.reward, t.oldest_version, t.actor) for t in group} == {(3, 1.0, 4, "tester")}
     assert TOKENIZER.decode(group[0].token_ids[group[0].loss_mask]) == "0<|end|>"
+    assert [request.lease_version for request in engine.requests] == [4] * 3
     assert await actor.leases_left() == 0
 
 

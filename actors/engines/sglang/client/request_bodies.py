@@ -45,6 +45,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: st
             "ignore_eos": not stops,
             "sampling_seed": sampling.seed,  # a deterministic server would give all without one the same
         },
+        "priority": request.lease_version,  # counts where the server has enable_priority_scheduling
         "return_logprob": True,
         "extra_key": salt,
         **({"lora_path": adapter} if adapter else {}),

@@ -1,5 +1,7 @@
 """The batched decoder, one step at a time: what it samples is what the model says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -143,6 +145,15 @@ def test_requests_join_and_leave_the_running_batch(model):
     for n in range(7):
         expected = recomputed(model, PROMPTS[n % 5], finished[str(n)])
         np.testing.assert_allclose(finished[str(n)].logprobs, expected, atol=1e-5)
+
+
+def test_requests_of_the_oldest_lease_are_begun_first_and_those_of_one_version_as_they_come(model):
+    decoder = decoder_of(model, slots=1)
+    for name, version in (("begun", 4), ("b", 3), ("c", 2), ("d", 3)):
+        decoder.submit([replace(request(name, PROMPTS[0], new=5), lease_version=version)])
+        if name == "begun":
+            decoder.step()
+    assert [*finish(decoder)] == ["begun", "c", "b", "d"]
 
 
 def test_a_stop_token_ends_the_row_and_is_its_last_token(model):
