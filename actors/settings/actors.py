@@ -30,7 +30,7 @@ class SamplingConfig(Config):
     """How rollouts sample tokens."""
 
     temperature: float = Field(1.0, gt=0)
-    """Divisor of the logits before the softmax; the learner's log-probs use the same value."""
+    """Divisor of logits before the softmax; the learner's log-probs use the same value."""
 
     top_p: float = Field(1.0, gt=0, le=1)
     """Probability mass of the likeliest tokens that are kept; 1 keeps all, as the learner assumes."""

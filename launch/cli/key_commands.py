@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 from bus.errors import ConfigError
 from launch.cli.app import RunName, app
 
-keys = App(name="keys", help="Exchange the keys of a run's roles on a secured bus, while the run goes on.")
+keys = App(name="keys", help="Exchange the keys of a live run's roles on a secured bus.")
 app.command(keys)
 Directory = Annotated[Path, Parameter(name="--secure")]
 

@@ -28,6 +28,7 @@ from launch.cli import (
     plan_commands,
     process_commands,
     run_commands,
+    slurm_commands,
     start_commands,
     status_commands,
     tool_commands,
@@ -49,6 +50,7 @@ from launch.settings.tree import Model
 
 SETTINGS: Mapping[str, Model] = {
     "local": RunConfig,
+    "slurm": RunConfig,
     "storage": RunConfig,
     "shards": ProcessConfig,
     "learner": LearnerProcess,
@@ -63,7 +65,7 @@ SETTINGS: Mapping[str, Model] = {
 """Settings of the commands that have help for single sections."""
 OF_CHECKOUT = "Measure and test, in a checkout"
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
+    "Run": ("local", "slurm", "bus", "storage", "shards", "learner", "actors", "gateway"),
     "Prepare": ("init", "doctor", "plan", "try", "eval", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "profile", "reward"),
@@ -81,6 +83,7 @@ COMMANDS = (
     plan_commands,
     process_commands,
     run_commands,
+    slurm_commands,
     start_commands,
     status_commands,
     trajectory_commands,

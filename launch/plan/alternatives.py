@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from bus.errors import ConfigError
 from launch.plan.memory import Model
 from launch.settings.run_config import merge
-from learner.backends.factory import refuse_other_world
 from learner.backends.suitability import refuse_untrainable, trains
+from learner.config.backend import refuse_other_world
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 

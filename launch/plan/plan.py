@@ -21,9 +21,9 @@ from launch.plan.sizes import kv_bytes
 from launch.plan.speed import decode_tokens_per_s, mfu, step_flops
 from launch.plan.weights import weights_of
 from launch.settings.run_config import RunConfig
-from learner.backends.factory import refuse_other_world
 from learner.backends.shared.trainable import TrainableWeights
 from learner.backends.suitability import refuse_untrainable
+from learner.config.backend import refuse_other_world
 from learner.initial.scratch_model import scratch_config
 from learner.metrics.gpus import Gpu
 from learner.model_directories.model_directory import load_hf_config

@@ -24,6 +24,7 @@ from launch.settings.policies import (
     refuse_shared_master,
     with_lasting_transport,
 )
+from launch.settings.slurm import SlurmConfig
 from launch.settings.tree import file_keys, may_be_none, nearest, settings_at, with_lists
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
@@ -195,6 +196,9 @@ class RunConfig(ProcessConfig):
 
     supervision: SupervisionConfig = SupervisionConfig()
     """Sets how `launch local` keeps its processes alive."""
+
+    slurm: SlurmConfig = SlurmConfig()
+    """Sets the jobs of `launch slurm`."""
 
     policies: dict[str, PolicyConfig] = Field(default_factory=dict)
     """Policies that are trained beside the run's own."""

@@ -11,7 +11,6 @@ from bus.errors import ConfigError
 from learner.backends.contract.backend import Backend, CriticSource
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import process_groups
-from learner.backends.megatron.core.layout import refuse_world
 from learner.backends.megatron.model.attention.windows import (
     refuse_shared_sinks,
     refuse_shared_states,
@@ -67,12 +66,6 @@ def init_world(
         process_groups.init_world(parallel, timeout_s)
     else:  # nothing is divided
         init_process_group(timeout_s)
-
-
-def refuse_other_world(parallel: ParallelConfig, ranks: int, backend: BackendName) -> None:
-    """Raise `ConfigError` for a world of so many ranks that cannot be divided as `parallel` says."""
-    if backend == "megatron":  # elsewhere nothing is divided
-        refuse_world(parallel, ranks)
 
 
 def close_world() -> None:

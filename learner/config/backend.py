@@ -4,7 +4,7 @@ from typing import Literal
 
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
-from learner.config.parallel import ParallelConfig
+from learner.config.parallel import ParallelConfig, refuse_world
 
 BackendName = Literal["megatron", "fsdp"]
 
@@ -52,3 +52,9 @@ def refuse_unsupported(
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ValueError(f"learner.backend=fsdp does not have these settings; use megatron, or:\n{listed}")
+
+
+def refuse_other_world(parallel: ParallelConfig, ranks: int, backend: BackendName) -> None:
+    """Raise `ConfigError` for a world of so many ranks that cannot be divided as `parallel` says."""
+    if backend == "megatron":  # elsewhere nothing is divided
+        refuse_world(parallel, ranks)

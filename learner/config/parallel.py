@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from bus.errors import ConfigError
 
 
 class ParallelConfig(Config):
@@ -99,3 +100,18 @@ class WorldConfig(Config):
 
     restarts: int = Field(10, ge=0)
     """Most restarts of the world, each from the latest checkpoint after a rank died."""
+
+
+def refuse_world(parallel: ParallelConfig, ranks: int) -> None:
+    """Raise `ConfigError` when a world of so many ranks cannot be divided this way."""
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    sparse = parallel.expert_tensor * parallel.expert * parallel.pipeline
+    for name, size in (
+        ("tensor * context * pipeline", dense),
+        ("expert_tensor * expert * pipeline", sparse),
+    ):
+        if ranks % size:
+            raise ConfigError(
+                f"learner.parallel: {name} = {size} does not divide the world of {ranks} ranks: "
+                f"start a multiple of {size} of them, or choose a smaller layout"
+            )

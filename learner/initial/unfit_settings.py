@@ -7,12 +7,12 @@ from learner.backends.factory import (
     refuse_attention,
     refuse_batches,
     refuse_optimizers,
-    refuse_other_world,
     refuse_quantisation,
     refuse_router_replay,
     refuse_state_directory,
 )
 from learner.backends.suitability import refuse_other_weights, refuse_untrainable
+from learner.config.backend import refuse_other_world
 from learner.config.parallel import ParallelConfig
 from learner.config.process_settings import LearnerSettings
 from learner.initial.critic_source import critic_source

@@ -1,4 +1,4 @@
-"""The examples of docs/deploy are what their programs take: images, manifests, job script, units."""
+"""The examples of docs/deploy are what their programs take: images, manifests, units."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from tomllib import loads
@@ -156,45 +155,6 @@ def test_the_pods_run_commands_that_there_are():
 def test_the_run_of_the_manifests_is_one():
     [text] = [one["data"]["run.toml"] for one in MANIFESTS if one["kind"] == "ConfigMap"]
     assert resolve(loads(text)).run == "mine"
-
-
-# --- Slurm ---
-
-
-def test_the_job_starts_each_process_with_flags_that_there_are(tmp_path: Path):
-    """Slurm's programs are stand-ins: each writes down what it is asked to run."""
-    programs = {
-        "scontrol": 'printf "n1\\nn2\\nn3\\n"',
-        "sleep": "exit 0",
-        "srun": 'while [[ $1 == --* ]]; do shift; done; echo "$@" >> "$RECORD"\n'
-        "mkdir -p runs/keys/mine; [[ $2 == bus ]] && echo key > runs/keys/mine/storage.creds\n"
-        "[[ $2 == learner ]] || exec tail -f /dev/null\n"
-        'for other in bus storage actors; do until grep -q " $other" "$RECORD"; do :; done; done',
-    }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    record = tmp_path / "record"
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), "SLURM_NNODES": "3",
-        "SLURM_JOB_NODELIST": "n[1-3]",
-    }  # fmt: skip
-    script = subprocess.Popen(
-        ["bash", DEPLOY / "slurm.sh", "run.toml"], cwd=tmp_path, env=environment, start_new_session=True
-    )
-    try:
-        assert script.wait(30) == 0
-    finally:
-        with suppress(ProcessLookupError):  # it ended, and what it started as well
-            os.killpg(script.pid, 9)
-    started = [shlex.split(line) for line in record.read_text().splitlines()]
-    assert {words[1] for words in started} == {"bus", "storage", "learner", "actors"}
-    assert [problem for words in started if (problem := refused(words[1:]))] == []
-    asked = re.findall(r"^#SBATCH --([a-z-]+)", (DEPLOY / "slurm.sh").read_text(), re.MULTILINE)
-    assert asked == [
-        "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time", "signal",
-        "requeue",
-    ]  # fmt: skip
 
 
 # --- systemd ---

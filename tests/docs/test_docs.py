@@ -197,7 +197,7 @@ def test_flags_exist(text: str):
     others = "\n".join(
         part
         for part in code(text)
-        if not re.search(r"srun|sbatch|docker|kubectl|helm |systemctl|torchrun|pytest|sglang.launch", part)
+        if not re.search(r"sbatch|scancel|docker|kubectl|helm |systemctl|torchrun|pytest|sglang.launch", part)
     )
     assert [
         flag for flag in set(FLAG.findall(others)) - OTHER_PROGRAMS - {"--help"} if not known(flag, every)

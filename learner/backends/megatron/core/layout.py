@@ -2,24 +2,8 @@
 
 from collections.abc import Iterator
 
-from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Shape
 from learner.config.parallel import ParallelConfig
-
-
-def refuse_world(parallel: ParallelConfig, ranks: int) -> None:
-    """Raise `ConfigError` when a world of so many ranks cannot be divided this way."""
-    dense = parallel.tensor * parallel.context * parallel.pipeline
-    sparse = parallel.expert_tensor * parallel.expert * parallel.pipeline
-    for name, size in (
-        ("tensor * context * pipeline", dense),
-        ("expert_tensor * expert * pipeline", sparse),
-    ):
-        if ranks % size:
-            raise ConfigError(
-                f"learner.parallel: {name} = {size} does not divide the world of {ranks} ranks: "
-                f"start a multiple of {size} of them, or choose a smaller layout"
-            )
 
 
 def layout_problems(parallel: ParallelConfig, shape: Shape) -> list[str]:

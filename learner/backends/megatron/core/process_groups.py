@@ -6,9 +6,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron.core.layout import refuse_world
 from learner.backends.megatron.core.megatron_core import parallel_state, tensor_parallel
-from learner.config.parallel import ParallelConfig, WorldConfig
+from learner.config.parallel import ParallelConfig, WorldConfig, refuse_world
 from learner.distributed.process_group import init_process_group, world_size
 
 T = TypeVar("T")

@@ -11,10 +11,9 @@ from learner.backends.megatron.core.layout import (
     layers_of_last_stage,
     layout_problems,
     padded_vocabulary,
-    refuse_world,
 )
 from learner.backends.megatron.model.model import build_chunks
-from learner.config.parallel import ParallelConfig
+from learner.config.parallel import ParallelConfig, refuse_world
 from tests.learner.tiny import tiny_config
 
 

@@ -1,0 +1,50 @@
+"""`launch slurm`: the jobs of a run on a Slurm cluster."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from launch.cli.app import SHORT, USAGE, ConfigFiles, Logging, LogOptions, PresetName, Settings, app, log_as
+from launch.cli.start_commands import start_sources
+from launch.settings.environment_variables import run_variables
+from launch.settings.run_config import RunConfig, resolve
+from launch.settings.sources import merged
+
+
+@app.command(usage=USAGE.format("slurm"))
+def slurm(
+    *,
+    preset_name: PresetName = None,
+    config: ConfigFiles = None,
+    submit: Annotated[bool, Parameter(name="--submit", group=SHORT, negative=())] = False,
+    log: Logging = LogOptions(),
+    settings: Settings = RunConfig(),
+) -> None:
+    """Write the jobs of a run on a Slurm cluster, and submit them.
+
+    One job has bus, storage and a learner of `learner.world.nodes` nodes; each job of an array has an actor.
+    --directory must be on a disk that all nodes share; the scripts are written into RUN/slurm there.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice, as `launch local` takes them.
+    config
+        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
+        Its section `slurm` says what the cluster is asked for.
+    submit
+        Submit the jobs, from a login node of the cluster.
+    """
+    from launch.cli.print_config import printed_toml
+    from launch.slurm.jobs import write_jobs
+    from launch.slurm.submission import refuse_no_cluster
+    from launch.slurm.submission import submit as submit_jobs
+
+    log_as(log, "slurm", level="warning")
+    sources = start_sources(preset_name, config, [*run_variables()], settings)
+    resolved = resolve(merged(sources))
+    if submit:
+        refuse_no_cluster(resolved.slurm)
+    jobs = write_jobs(resolved, printed_toml(resolved, sources))
+    said = submit_jobs(jobs) if submit else "--submit submits them, on a login node of the cluster"
+    print(f"wrote {' and '.join(map(str, filter(None, (jobs.run, jobs.actors))))}: {said}")  # noqa: T201 - the user's terminal

@@ -1,0 +1,1 @@
+"""`launch slurm`: a run as jobs of a Slurm cluster."""

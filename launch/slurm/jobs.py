@@ -1,0 +1,140 @@
+"""The jobs of a run on a Slurm cluster: scripts that sbatch takes, for the learner's nodes and for actors."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from bus.errors import ConfigError
+from bus.process.child_process import module_command
+from launch.settings.run_config import RunConfig
+from learner.config.backend import refuse_other_world
+from storage.disk.atomic_files import make_directory, write_file
+from storage.disk.run_directory import RunDirectory
+
+UNTAKEN = "\\%\n"
+"""Characters that mean something else to Slurm in the path of a file."""
+_TEMPLATES = Environment(
+    loader=PackageLoader("launch", "slurm"), undefined=StrictUndefined,
+    trim_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The scripts of a run."""
+
+    run: Path
+    """Script of the job with bus, storage and learner."""
+    actors: Path | None
+    """Script of the array of actors; None for a run that generates nothing."""
+    name: str
+    """Name of the job of `run`."""
+
+    @property
+    def actors_name(self) -> str:
+        """Return the name of the array's jobs."""
+        return f"{self.name}-actors"
+
+
+def write_jobs(config: RunConfig, settings: str) -> Jobs:
+    """Write the scripts of a run, and its `settings` as TOML, into the directory `slurm` of the run.
+
+    Raises `ConfigError` for settings with which the jobs could not run."""
+    refuse_settings(config)
+    directory = config.directory.absolute()
+    path = RunDirectory(directory, config.run).path / "slurm"
+    if found := sorted(set(UNTAKEN) & set(f"{path}{Path.cwd()}")):
+        raise ConfigError(f"Slurm takes no {found[0]!r} in the path {path}: choose another --directory")
+    make_directory(path)
+    write_file(path / "settings.toml", settings.encode())
+    name = f"sluice-{config.run}"
+    jobs = Jobs(path / "run.sh", path / "actors.sh" if config.has_rollouts else None, name)
+    shared = {
+        "launch": shlex.join(module_command("launch")),
+        "run": config.run,
+        "directory": shlex.quote(str(directory)),
+        "setup": config.slurm.setup,
+        "look_s": config.slurm.look_s,
+    }
+    own = {
+        jobs.run: [*_run_options(config, name, path), *config.slurm.options],
+        jobs.actors: [
+            *_actor_options(config, jobs.actors_name, path), *config.slurm.options,
+            *config.slurm.actor_options,
+        ],
+    }  # fmt: skip
+    for script, options in own.items():
+        if script is not None:
+            template = _TEMPLATES.get_template(script.name)
+            write_file(script, template.render(shared, options=map(_quoted, options)).encode())
+    return jobs
+
+
+def refuse_settings(config: RunConfig) -> None:
+    """Raise `ConfigError` for settings that the jobs of a run cannot have."""
+    world, gpus = config.learner.world, config.slurm.gpus_per_node
+    ranks = world.processes * world.nodes
+    try:
+        refuse_other_world(config.learner.parallel, ranks, config.learner.backend)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}: learner.world.nodes={world.nodes} with learner.world.processes={world.processes} is "
+            f"what the job asks for"
+        ) from error
+    if gpus and world.processes > gpus:
+        raise ConfigError(
+            f"learner.world.processes={world.processes} ranks on a node need a GPU each, and "
+            f"slurm.gpus_per_node={gpus}: set both alike, and learner.world.nodes to the number of nodes"
+        )
+    if config.colocation.enabled:
+        raise ConfigError(
+            "colocation.enabled=true: `launch slurm` gives actors nodes of their own; set it to false"
+        )
+    if config.policies:
+        raise ConfigError(
+            f"policies.{next(iter(config.policies))}: `launch slurm` starts one learner, and each further "
+            "policy has its own; start the processes as docs/hosts.md says"
+        )
+
+
+def _run_options(config: RunConfig, name: str, path: Path) -> Iterator[str]:
+    """Yield the options of the job with the learner. A second job of that name waits for the first."""
+    yield from _options(config, name)
+    yield f"--nodes={config.learner.world.nodes}"
+    yield f"--output={path}/run-%j.out"
+    yield "--dependency=singleton"
+
+
+def _actor_options(config: RunConfig, name: str, path: Path) -> Iterator[str]:
+    yield from _options(config, name)
+    yield "--nodes=1"
+    yield f"--output={path}/actors-%A_%a.out"
+    yield f"--array=0-{config.slurm.actors - 1}"
+
+
+def _options(config: RunConfig, name: str) -> Iterator[str]:
+    """Yield the options of both jobs."""
+    slurm = config.slurm
+    yield f"--job-name={name}"
+    for option, value in (("partition", slurm.partition), ("account", slurm.account)):
+        if value is not None:
+            yield f"--{option}={value}"
+    if slurm.gpus_per_node:
+        yield f"--gpus-per-node={slurm.gpus_per_node}"
+    yield "--ntasks-per-node=1"
+    yield f"--time={slurm.time_limit_min}"
+    yield f"--signal=B:USR1@{slurm.signal_s}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--chdir={Path.cwd()}"
+
+
+def _quoted(option: str) -> str:
+    """Return an option as a script has it: within quotes sbatch takes a backslash as a shell does."""
+    if shlex.quote(option) == option:
+        return option
+    escaped = option.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

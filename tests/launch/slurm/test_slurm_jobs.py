@@ -1,0 +1,184 @@
+"""`launch slurm`: what it writes for sbatch, what it refuses, and what the written jobs do; without Slurm."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main as cli
+
+SETTINGS = """
+run = "mine"
+directory = "my runs"
+[learner]
+world = { nodes = 2, processes = 8 }
+parallel = { tensor = 8 }
+[slurm]
+partition = "a100"
+account = "lab"
+actors = 4
+options = ["--exclusive", "--comment=it's \\"mine\\""]
+actor_options = ["--partition=spot"]
+setup = ["module load 'cuda 12'"]
+"""
+SHARED = [
+    "--partition=a100", "--account=lab", "--gpus-per-node=8", "--ntasks-per-node=1", "--time=1440",
+    "--signal=B:USR1@300", "--requeue", "--open-mode=append",
+]  # fmt: skip
+OWN = ["--exclusive", '--comment=it\'s "mine"']
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working directory, whose name has what a shell treats in its own way."""
+    directory = tmp_path / 'it\'s a "run" $HOME'
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    (directory / "mine.toml").write_text(SETTINGS)
+    return directory
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that puts programs of these names and texts first in PATH."""
+    directory = tmp_path / "programs"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+
+    def put(**texts: str) -> None:
+        for name, text in texts.items():
+            (directory / name).write_text(f"#!/bin/bash\n{text}\n")
+            (directory / name).chmod(0o755)
+
+    return put
+
+
+def write(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["slurm", "--config", "mine.toml", *arguments])
+    assert not ended.value.code
+
+
+def options(script: Path) -> list[str]:
+    lines = re.findall(r"^#SBATCH (.*)", script.read_text(), re.MULTILINE)
+    return [word for line in lines for word in shlex.split(line)]
+
+
+def refusal(*arguments: str, capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["slurm", "--config", "mine.toml", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_scripts_ask_for_what_the_settings_say(here: Path):
+    write("--data.prompts", "p.jsonl")
+    files = here / "my runs" / "mine" / "slurm"
+    assert options(files / "run.sh") == [
+        "--job-name=sluice-mine", *SHARED, f"--chdir={here}", "--nodes=2", f"--output={files}/run-%j.out",
+        "--dependency=singleton", *OWN,
+    ]  # fmt: skip
+    assert options(files / "actors.sh") == [
+        "--job-name=sluice-mine-actors", *SHARED, f"--chdir={here}", "--nodes=1",
+        f"--output={files}/actors-%A_%a.out", "--array=0-3", *OWN, "--partition=spot",
+    ]  # fmt: skip
+    for script in ("run.sh", "actors.sh"):
+        assert subprocess.run(["bash", "-n", files / script], capture_output=True).stderr == b""
+        assert "\nmodule load 'cuda 12'\n" in (files / script).read_text()
+    assert 'prompts = "p.jsonl"' in (files / "settings.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--learner.world.nodes", "1", "--learner.parallel.pipeline", "2"), "learner.world.nodes=1"),
+        (("--slurm.gpus-per-node", "4"), "slurm.gpus_per_node=4: set both alike"),
+        (("--slurm.time-limit-min", "10"), "time_limit_min=10 leaves little before signal_s=300"),
+        (("--slurm.options", "exclusive"), "'exclusive' is no option of sbatch"),
+        (("--slurm.actors", "0"), "slurm.actors"),
+        (("--colocation.enabled", "--learner.world.nodes", "1"), "set it to false"),
+        (("--directory", "100%"), "choose another --directory"),
+        (("--submit",), "--submit needs sbatch, which is not installed here"),
+    ],
+)
+def test_settings_with_which_no_job_could_run_are_refused(
+    arguments: tuple[str, ...], why: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setenv("PATH", str(here))
+    assert why in refusal(*arguments, capsys=capsys)
+    assert not (here / "my runs").exists()
+
+
+def test_a_submission_is_refused_with_what_the_cluster_says(
+    here: Path, programs: Callable[..., None], capsys
+):
+    programs(sinfo="echo a1000; echo spot", sbatch="exit 1", squeue="", scancel='echo "$@" >> cancelled')
+    assert "no partition 'a100': did you mean 'a1000'? there are: a1000, spot" in refusal(
+        "--submit", capsys=capsys
+    )
+    programs(sinfo="echo a100", squeue="echo 12; echo 13_0")
+    assert "12, 13_0; end them with `scancel --me --name=sluice-mine,sluice-mine-actors`" in refusal(
+        "--submit", capsys=capsys
+    )
+    programs(
+        squeue="",
+        sbatch='[[ $* == *run.sh ]] && echo "12;cluster" || { echo "Invalid account" >&2; exit 1; }',
+    )
+    assert "Invalid account: change the settings of the section slurm" in refusal("--submit", capsys=capsys)
+    assert (here / "cancelled").read_text() == "12\n"
+
+
+LAUNCH = """\
+import os, signal, socket, sys
+with open("record", "a") as record:
+    print(*sys.argv[1:], sep="\\t", file=record)
+if sys.argv[1] == "bus":
+    listening = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
+if sys.argv[1] == "runs":
+    print(os.environ["SHOWN"])
+elif sys.argv[1] == "learner":
+    sys.exit(int(os.environ["STATUS"]))
+else:
+    signal.sigwait([signal.SIGTERM])
+"""
+"""Stands for `launch`, and writes down how it was called."""
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "then"),
+    [
+        (0, "finished", "scancel --quiet --user=me --name=sluice-mine-actors"),
+        (0, "stopped", "scontrol requeue 7"),
+        (1, "failed", "scancel --quiet --user=me --name=sluice-mine-actors"),
+    ],
+)
+def test_the_job_starts_each_process_and_ends_as_the_learner_does(
+    status: int, state: str, then: str, here: Path, programs: Callable[..., None]
+):
+    write()
+    script = here / "my runs" / "mine" / "slurm" / "run.sh"
+    stand_in = shlex.join([sys.executable, "-c", LAUNCH])
+    lines = script.read_text().replace("module load 'cuda 12'", "").splitlines()
+    script.write_text(
+        "\n".join(f"launch=({stand_in})" if line.startswith("launch=") else line for line in lines)
+    )
+    programs(
+        sleep="exit 0",
+        srun='while [[ $1 == --* ]]; do shift; done; until grep -q ^storage record; do :; done; exec "$@"',
+        scancel='echo scancel "$@" > then',
+        scontrol='echo scontrol "$@" > then',
+    )
+    given = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_JOB_USER": "me", "STATUS": str(status)}
+    shown = {"SHOWN": f'{{"run": "mine", "state": "{state}"}}'}
+    done = subprocess.run(["bash", script], env={**os.environ, **given, **shown}, timeout=60)
+    assert done.returncode == (0 if "requeue" in then else status)
+    started = [line.split("\t") for line in (here / "record").read_text().splitlines()]
+    assert [words[0] for words in started] == ["bus", "storage", "learner", "runs"]
+    for words in started:
+        cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    assert (here / "then").read_text().strip() == then
