@@ -34,7 +34,8 @@ class SandboxedPrograms:
         self._config, self._limits = config, config.sandbox
         self._gateway = gateway
         self._pool = SandboxPool(
-            build_backend(self._limits.backend, self._limits, listens=True),
+            build_backend(self._limits.backend, listens=True),
+            self._limits,
             at_once=config.programs + config.heldout_programs,
             warm=self._limits.warm,
         )

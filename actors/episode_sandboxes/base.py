@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from actors.settings.episode_sandboxes import SandboxLimits
 from bus.errors import SluiceError
 
 WORKSPACE = "/workspace"
@@ -71,7 +72,7 @@ class RunningSandbox(Protocol):
 class SandboxBackend(Protocol):
     """Starts sandboxes: a process, a daemon or a service."""
 
-    async def start(self, image: str | None) -> RunningSandbox:
+    async def start(self, image: str | None, limits: SandboxLimits) -> RunningSandbox:
         """Start a sandbox of an image; None is that of the settings. Raises ToolError."""
 
     async def close(self) -> None:

@@ -8,17 +8,14 @@ from actors.settings.episode_sandboxes import (
     ContainerSandboxes,
     RemoteSandboxes,
     SandboxBackendConfig,
-    SandboxLimits,
 )
 
 
-def build_backend(
-    config: SandboxBackendConfig, limits: SandboxLimits, *, listens: bool = False
-) -> SandboxBackend:
+def build_backend(config: SandboxBackendConfig, *, listens: bool = False) -> SandboxBackend:
     """Build it; `listens` says whether its sandboxes are asked to. Raises ConfigError for one that cannot
     work here."""
     if isinstance(config, ContainerSandboxes):
-        return ContainerBackend(config, limits, listens=listens)
+        return ContainerBackend(config, listens=listens)
     if isinstance(config, RemoteSandboxes):
         return RemoteBackend(config)
-    return NamespaceBackend.from_config(config, limits)
+    return NamespaceBackend.from_config(config)

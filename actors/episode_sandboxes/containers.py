@@ -56,19 +56,18 @@ FRAME = struct.Struct(">BxxxI")
 class ContainerBackend:
     """Starts containers. Raises ConfigError where there is no daemon."""
 
-    def __init__(self, config: ContainerSandboxes, limits: SandboxLimits, *, listens: bool = False) -> None:
+    def __init__(self, config: ContainerSandboxes, *, listens: bool = False) -> None:
         if not config.socket.is_socket():
             raise ConfigError(
                 f"a sandbox's socket={config.socket}: no daemon listens there; start Docker, or give the "
                 "socket of Podman (podman system service)"
             )
         self._config = config
-        self._limits = limits
         self._listens = listens
         self._session: aiohttp.ClientSession | None = None
         self._starting = asyncio.Lock()
 
-    async def start(self, image: str | None) -> "Container":
+    async def start(self, image: str | None, limits: SandboxLimits) -> "Container":
         """Start a container of an image, which the daemon fetches if it has not got it. Raises ToolError."""
         name = image or self._config.image
         async with self._starting:
@@ -79,15 +78,15 @@ class ContainerBackend:
         shared = Path(tempfile.mkdtemp(prefix="sluice-sandbox-")) if self._listens else None
         container = Container(self, f"sluice-{secrets.token_hex(16)}", shared)
         try:
-            await self._begin(container, name)
+            await self._begin(container, name, limits)
         except BaseException:  # a cancelled start leaves nothing either
             await container.close()
             raise
         return container
 
-    async def _begin(self, container: "Container", image: str) -> None:
+    async def _begin(self, container: "Container", image: str, limits: SandboxLimits) -> None:
         path = f"/containers/create?name={container.container_id}"
-        described = self._described(image, container.shared)
+        described = self._described(image, limits, container.shared)
         status, made = await self.ask("POST", path, described)
         if status == 404:
             await self._pull(image)
@@ -127,8 +126,8 @@ class ContainerBackend:
         if status != 200 or "error" in said:
             raise ToolError(f"the daemon has no image {name!r}, and fetches none: {_message(said)}")
 
-    def _described(self, image: str, shared: Path | None) -> JSON:
-        limits, size = self._limits, self._limits.disk_mb << 20
+    def _described(self, image: str, limits: SandboxLimits, shared: Path | None) -> JSON:
+        size = limits.disk_mb << 20
         host: dict[str, JSON] = {
             "NetworkMode": "none",
             "Memory": limits.memory_mb << 20,

@@ -16,11 +16,12 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
+from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.programs.watch import below, end_children, signal_all
 from actors.sandboxes import kernel
 from actors.sandboxes.jail import INSIDE, Host, enter, outermost, own_namespaces
@@ -50,6 +51,7 @@ OVER = signal.SIGUSR1
 CANNOT_START = 127
 MOST_DESCRIPTORS = 1 << 16
 BACKLOG = 1024
+LARGEST_PACKET = 4096
 
 
 class CommandDescriptors(NamedTuple):
@@ -80,12 +82,13 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who hold sandboxes
     gc.freeze()
     while True:
-        packet, received, _, _ = socket.recv_fds(control, 16, 1)
+        packet, received, _, _ = socket.recv_fds(control, LARGEST_PACKET, 1)
         if not packet:
             return
         if os.fork() == 0:
             control.close()
-            os._exit(_hold(socket.socket(fileno=received[0]), settings, host))
+            limits = GuestLimits(**json.loads(packet))
+            os._exit(_hold(socket.socket(fileno=received[0]), settings, limits, host))
         os.close(received[0])
 
 
@@ -116,7 +119,7 @@ def _furnish(root: Path) -> None:
         Path(root, "dev", name).symlink_to(target)
 
 
-def _hold(actor: socket.socket, settings: GuestSettings, host: Host) -> int:
+def _hold(actor: socket.socket, settings: GuestSettings, limits: GuestLimits, host: Host) -> int:
     """Keep the socket of a sandbox open until nothing of it is left."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -128,16 +131,16 @@ def _hold(actor: socket.socket, settings: GuestSettings, host: Host) -> int:
         return 1
     first = os.fork()
     if first == 0:
-        os._exit(_be_first(actor, settings))
+        os._exit(_be_first(actor, settings, limits))
     os.waitpid(first, 0)
     return 0
 
 
-def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
+def _be_first(actor: socket.socket, settings: GuestSettings, limits: GuestLimits) -> int:
     """Be the first process of a sandbox: carry out what the actor asks for, until it hangs up."""
     try:
         kernel.die_with_parent()
-        _mount(settings)
+        _mount(settings, limits.disk_bytes)
         kernel.bring_loopback_up()
         kernel.set_dumpable(False)  # commands could otherwise trace this process
     except OSError as error:
@@ -151,7 +154,7 @@ def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
     poll.register(actor, select.POLLIN)
     while True:
         if time.monotonic() >= next_look_s:  # however often commands come
-            handlers = _limit_memory(handlers, settings.memory_bytes)
+            handlers = _limit_memory(handlers, limits.memory_bytes)
             next_look_s = time.monotonic() + LOOK_S
         if poll.poll(LOOK_S * 1000):
             packet, received, _, _ = socket.recv_fds(actor, 16, len(CommandDescriptors._fields))
@@ -163,7 +166,7 @@ def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
             given = CommandDescriptors(*received)
             if (handler := os.fork()) == 0:
                 actor.close()
-                os._exit(_handle(given, settings))
+                os._exit(_handle(given, settings, limits))
             handlers.add(handler)
             for descriptor in given:
                 os.close(descriptor)
@@ -178,8 +181,8 @@ def _listen(actor: socket.socket, port: int) -> None:
         actor.send(json.dumps({"refused": str(error)}).encode())
 
 
-def _mount(settings: GuestSettings) -> None:
-    size, flags = settings.disk_bytes, kernel.MS_NOSUID | kernel.MS_NODEV
+def _mount(settings: GuestSettings, size: int) -> None:
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
     hidden = [path for path in _shown(settings) if path.startswith(tuple(f"{one}/" for one in WRITABLE))]
     trees = {path: (kernel.read_only_copy(path), Path(path).is_dir()) for path in hidden}
     for path in WRITABLE:
@@ -205,7 +208,7 @@ def _limit_memory(handlers: set[int], most_bytes: int) -> set[int]:
     return waiting
 
 
-def _handle(given: CommandDescriptors, settings: GuestSettings) -> int:
+def _handle(given: CommandDescriptors, settings: GuestSettings, limits: GuestLimits) -> int:
     """Carry out one command, and report how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     passed: list[int] = []
@@ -216,7 +219,7 @@ def _handle(given: CommandDescriptors, settings: GuestSettings) -> int:
         started = time.monotonic()
         child = os.fork()
         if child == 0:
-            _become(given, request, settings)
+            _become(given, request, settings.variables, limits)
         for descriptor in given[:-1]:
             os.close(descriptor)
         stopped = _wait(child, report, request.timeout_s)
@@ -244,7 +247,9 @@ def _wait(child: int, report: socket.socket, timeout_s: float) -> bool:
     return True
 
 
-def _become(given: CommandDescriptors, request: CommandRequest, settings: GuestSettings) -> None:
+def _become(
+    given: CommandDescriptors, request: CommandRequest, variables: Mapping[str, str], limits: GuestLimits
+) -> None:
     """Turn this process into that of a command: its own session, limits, no privileges."""
     try:
         os.setsid()
@@ -253,24 +258,24 @@ def _become(given: CommandDescriptors, request: CommandRequest, settings: GuestS
         os.closerange(3, MOST_DESCRIPTORS)
         for number in (signal.SIGINT, signal.SIGPIPE, OVER):
             signal.signal(number, signal.SIG_DFL)
-        _limit(settings)
+        _limit(limits)
         kernel.drop_capabilities()
         install_filter(filter_program(os.uname().machine, NEEDED_BY_COMMANDS))
         os.chdir(request.directory)
-        os.execvpe(request.words[0], request.words, {**settings.variables, **request.variables})
+        os.execvpe(request.words[0], request.words, {**variables, **request.variables})
     except (OSError, ValueError) as error:  # a word may hold a zero
         os.write(2, f"{request.words[0]}: {error}\n".encode(errors="replace"))
     finally:
         os._exit(CANNOT_START)
 
 
-def _limit(settings: GuestSettings) -> None:
+def _limit(limits: GuestLimits) -> None:
     kernel.limit_resources(
-        (resource.RLIMIT_CPU, settings.cpu_s),
-        (resource.RLIMIT_DATA, settings.memory_bytes),
-        (resource.RLIMIT_FSIZE, settings.disk_bytes),
-        (resource.RLIMIT_NPROC, settings.processes),
-        (resource.RLIMIT_NOFILE, settings.open_files),
+        (resource.RLIMIT_CPU, limits.cpu_s),
+        (resource.RLIMIT_DATA, limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, limits.disk_bytes),
+        (resource.RLIMIT_NPROC, limits.processes),
+        (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

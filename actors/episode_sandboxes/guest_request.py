@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestSettings:
-    """What all sandboxes of a process see, and may use."""
+    """What all sandboxes of a process see."""
 
     shown: tuple[str, ...]
     """Files and directories of the host that are seen read-only, besides its programs."""
@@ -17,15 +17,6 @@ class GuestSettings:
     """Files and directories of the host that are not seen, also where what is above them is."""
     variables: dict[str, str]
     """Environment of commands."""
-    cpu_s: int
-    """Processor time of each process."""
-    memory_bytes: int
-    """Memory of all processes together, and the most that one of them may ask for as data."""
-    processes: int
-    """Processes and threads at a time."""
-    disk_bytes: int
-    """Size of the workspace, of /tmp and of /dev/shm each; they are kept in memory."""
-    open_files: int = 1024
 
     def to_json(self) -> str:
         """Return the settings as text for `from_json`."""
@@ -36,6 +27,21 @@ class GuestSettings:
         """Return the settings that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("shown", "hidden")}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuestLimits:
+    """What one sandbox may use; travels as JSON, too."""
+
+    cpu_s: int
+    """Processor time of each process."""
+    memory_bytes: int
+    """Memory of all processes together, and the most that one of them may ask for as data."""
+    processes: int
+    """Processes and threads at a time."""
+    disk_bytes: int
+    """Size of the workspace, of /tmp and of /dev/shm each; they are kept in memory."""
+    open_files: int = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

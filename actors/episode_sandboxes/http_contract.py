@@ -2,64 +2,102 @@
 
 | request | body | answer |
 |---|---|---|
-| `POST /sandboxes` | `{"image": NAME or null}` | 201 `{"id": ID}`; 503 where there is no room now |
+| `POST /sandboxes` | `{"image": NAME or null, "limits": LIMITS}` | 201 `{"id": ID}`; 503: no room now |
 | `POST /sandboxes/ID/commands` | a command | 200 with its result |
 | `DELETE /sandboxes/ID` | | 204 |
 
-A command and its result are the fields of `Command` and `CommandResult` (`base.py`), with bytes in base64.
+LIMITS are the fields of `SandboxLimits` (`actors/settings/episode_sandboxes.py`); lower ones of the server
+hold. A command is a line of JSON with the fields of `Command` (`base.py`) but its `stdin`, which follows as
+it is. A result is a line with those of `CommandResult`, where `stdout` and `stderr` are sizes; both follow.
 404 says that the sandbox has ended, 502 that its host failed; each error is `{"error": WHY}`. A server ends a
 sandbox that was not used for a while."""
 
-from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from dataclasses import asdict
+import json
+from collections.abc import AsyncIterator, Mapping
 from typing import get_args
 
 from actors.episode_sandboxes.base import Command, CommandEnd, CommandResult
 from actors.episodes.task import JSON
+from actors.settings.episode_sandboxes import SandboxLimits
 from bus.errors import SchemaError
 
 ENDED, FULL, FAILED = 404, 503, 502
+LIMITS = tuple(SandboxLimits.model_fields)
+PART_BYTES = 1 << 18
 
 
-def command_body(command: Command) -> dict[str, JSON]:
-    """Return a command as JSON."""
-    return {**asdict(command), "words": list(command.words), "stdin": b64encode(command.stdin).decode()}
+def start_body(image: str | None, limits: SandboxLimits) -> bytes:
+    """Return the wish for a sandbox."""
+    return json.dumps({"image": image, "limits": limits.model_dump(include=set(LIMITS))}).encode()
 
 
-def command_of(body: object) -> Command:
+def limits_of(body: Mapping[str, JSON], most: SandboxLimits) -> SandboxLimits:
+    """Return the limits of a body, and `most` where those are higher or missing. Raises ValueError."""
+    asked = body.get("limits")
+    given = asked if isinstance(asked, Mapping) else {}
+    wished = SandboxLimits.model_validate({name: getattr(most, name) for name in LIMITS} | {**given})
+    return SandboxLimits(**{name: min(getattr(wished, name), getattr(most, name)) for name in LIMITS})
+
+
+async def in_parts(*whole: bytes) -> AsyncIterator[bytes]:
+    """Yield bytes in parts that do not hold up who sends them."""
+    for one in whole:
+        for start in range(0, len(one), PART_BYTES):
+            yield one[start : start + PART_BYTES]
+
+
+def command_line(command: Command) -> bytes:
+    """Return a command as its line, which its standard input follows."""
+    fields = {
+        "words": list(command.words), "timeout_s": command.timeout_s, "output_bytes": command.output_bytes,
+        "directory": command.directory, "variables": dict(command.variables),
+    }  # fmt: skip
+    return json.dumps(fields).encode() + b"\n"
+
+
+def command_of(body: bytes) -> Command:
     """Return the command of a body. Raises SchemaError."""
+    line, _, stdin = body.partition(b"\n")
     try:
-        assert isinstance(body, Mapping)
-        words, variables = body["words"], body.get("variables", {})
+        fields = json.loads(line)
         return Command(
-            words=tuple(str(word) for word in words),
-            timeout_s=float(body["timeout_s"]),
-            stdin=b64decode(str(body.get("stdin", "")), validate=True),
-            output_bytes=int(body["output_bytes"]),
-            directory=str(body["directory"]),
-            variables={str(name): str(value) for name, value in variables.items()},
+            words=tuple(str(word) for word in fields["words"]),
+            timeout_s=float(fields["timeout_s"]),
+            stdin=stdin,
+            output_bytes=int(fields["output_bytes"]),
+            directory=str(fields["directory"]),
+            variables={str(name): str(value) for name, value in fields.get("variables", {}).items()},
         )
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SchemaError(f"the body is no command: {error!r}") from error
 
 
-def result_body(result: CommandResult) -> dict[str, JSON]:
-    """Return a result as JSON."""
-    texts = {name: b64encode(getattr(result, name)).decode() for name in ("stdout", "stderr")}
-    return {**asdict(result), **texts}
+def result_line(result: CommandResult) -> bytes:
+    """Return a result as its line, which its output and errors follow."""
+    fields = {
+        "end": result.end, "status": result.status, "took_s": result.took_s, "stdout": len(result.stdout),
+        "stderr": len(result.stderr),
+    }  # fmt: skip
+    return json.dumps(fields).encode() + b"\n"
 
 
-def result_of(body: Mapping[str, JSON]) -> CommandResult:
+def result_of(body: bytes) -> CommandResult:
     """Return the result of a body. Raises SchemaError."""
     ends: Mapping[str, CommandEnd] = {end: end for end in get_args(CommandEnd)}
+    line, _, outputs = body.partition(b"\n")
     try:
+        fields = json.loads(line)
+        size = int(fields["stdout"])
+        if len(outputs) != size + int(fields["stderr"]):
+            raise SchemaError(
+                f"the answer has {len(outputs)} bytes of output, and says other sizes: {fields}"
+            )
         return CommandResult(
-            stdout=b64decode(str(body["stdout"]), validate=True),
-            stderr=b64decode(str(body["stderr"]), validate=True),
-            end=ends[str(body["end"])],
-            status=int(str(body["status"])),
-            took_s=float(str(body["took_s"])),
+            stdout=outputs[:size],
+            stderr=outputs[size:],
+            end=ends[str(fields["end"])],
+            status=int(fields["status"]),
+            took_s=float(fields["took_s"]),
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise SchemaError(f"the answer is no result of a command: {error!r}") from error

@@ -10,12 +10,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from actors.episode_sandboxes.base import Command, CommandResult
 from actors.episode_sandboxes.guest import PROGRAMS
-from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
+from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.episodes.errors import ToolError
 from actors.programs.hidden import hidden_paths
 from actors.sandboxes.sandbox import package_directories
@@ -42,7 +43,7 @@ class NamespaceBackend:
         self._start()
 
     @classmethod
-    def from_config(cls, config: NamespaceSandboxes, limits: SandboxLimits) -> Self:
+    def from_config(cls, config: NamespaceSandboxes) -> Self:
         """Build. Raises ConfigError where the host allows no namespaces, or a path is not there."""
         for path in config.readable:
             refuse_of_record(f"the sandbox's readable {path}", str(path))
@@ -53,23 +54,13 @@ class NamespaceBackend:
             "HOME": "/workspace", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "MPLBACKEND": "Agg", "USER": "sandbox",
         }  # fmt: skip
         shown = (*package_directories(), *(str(path.resolve()) for path in config.readable))
-        return cls(
-            GuestSettings(
-                shown=shown,
-                hidden=tuple(_hidden_below(shown)),
-                variables=variables,
-                cpu_s=limits.cpu_s,
-                memory_bytes=limits.memory_mb << 20,
-                processes=limits.processes,
-                disk_bytes=limits.disk_mb << 20,
-            )
-        )
+        return cls(GuestSettings(shown=shown, hidden=tuple(_hidden_below(shown)), variables=variables))
 
     def _start(self) -> None:
         self._server = started_server("actors.episode_sandboxes.guest", self._settings.to_json())
         self._end = weakref.finalize(self, self._server.end)
 
-    async def start(self, image: str | None) -> "NamespaceSandbox":
+    async def start(self, image: str | None, limits: SandboxLimits) -> "NamespaceSandbox":
         """Start a sandbox. Raises ToolError for a fault of the host."""
         if image is not None:
             raise ToolError(
@@ -79,12 +70,18 @@ class NamespaceBackend:
             if self._server.process.poll() is not None:  # it needs next to nothing: somebody has killed it
                 await asyncio.to_thread(self._end)
                 await asyncio.to_thread(self._start)
+        may_use = GuestLimits(
+            cpu_s=limits.cpu_s, memory_bytes=limits.memory_mb << 20, processes=limits.processes,
+            disk_bytes=limits.disk_mb << 20,
+        )  # fmt: skip
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         sandbox = NamespaceSandbox(ours)
         try:
             with theirs:
-                socket.send_fds(self._server.control, [b"start"], [theirs.fileno()])
+                socket.send_fds(
+                    self._server.control, [json.dumps(asdict(may_use)).encode()], [theirs.fileno()]
+                )
             async with asyncio.timeout(START_TIMEOUT_S):
                 said = json.loads(await asyncio.get_running_loop().sock_recv(ours, LARGEST_REPORT) or b"{}")
         except BaseException as error:  # a cancelled start leaves nothing either

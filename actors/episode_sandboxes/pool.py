@@ -9,6 +9,7 @@ import structlog
 
 from actors.episode_sandboxes.base import EpisodeSandbox, RunningSandbox, SandboxBackend
 from actors.episodes.errors import ToolError
+from actors.settings.episode_sandboxes import SandboxLimits
 
 log = structlog.get_logger()
 
@@ -16,8 +17,9 @@ log = structlog.get_logger()
 class SandboxPool:
     """Gives each episode a sandbox of its own, once there is room for it."""
 
-    def __init__(self, backend: SandboxBackend, *, at_once: int, warm: int) -> None:
+    def __init__(self, backend: SandboxBackend, limits: SandboxLimits, *, at_once: int, warm: int) -> None:
         self._backend = backend
+        self._limits = limits
         self._places = asyncio.Semaphore(at_once)
         self._warm = warm
         self._ready: deque[RunningSandbox] = deque()
@@ -25,12 +27,18 @@ class SandboxPool:
         self._is_closed = False
 
     @asynccontextmanager
-    async def sandbox(self, image: str | None = None) -> AsyncIterator[EpisodeSandbox]:
-        """Have a sandbox while inside, of the settings' image unless another is named. Raises ToolError."""
+    async def sandbox(
+        self, image: str | None = None, limits: SandboxLimits | None = None
+    ) -> AsyncIterator[EpisodeSandbox]:
+        """Have a sandbox while inside, of the settings' image and limits unless others are named.
+
+        Raises ToolError."""
+        limits = limits or self._limits
         async with self._places:
-            running = self._ready.popleft() if self._ready and image is None else None
+            is_usual = image is None and limits == self._limits
+            running = self._ready.popleft() if self._ready and is_usual else None
             self._fill()
-            sandbox = EpisodeSandbox(running or await self._backend.start(image))
+            sandbox = EpisodeSandbox(running or await self._backend.start(image, limits))
             try:
                 yield sandbox
             finally:
@@ -39,7 +47,7 @@ class SandboxPool:
     @asynccontextmanager
     async def further(self, image: str | None) -> AsyncIterator[EpisodeSandbox]:
         """Have another sandbox while inside, for who has one: it waits for none. Raises ToolError."""
-        sandbox = EpisodeSandbox(await self._backend.start(image))
+        sandbox = EpisodeSandbox(await self._backend.start(image, self._limits))
         try:
             yield sandbox
         finally:
@@ -61,7 +69,7 @@ class SandboxPool:
     async def _start_ahead(self) -> None:
         while len(self._ready) < self._warm and not self._is_closed:
             try:
-                self._ready.append(await self._backend.start(None))
+                self._ready.append(await self._backend.start(None, self._limits))
             except ToolError as error:  # an episode that needs one meets the same
                 log.warning("no_sandbox_ahead", reason=str(error))
                 return

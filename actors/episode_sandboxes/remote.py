@@ -1,21 +1,21 @@
 """Sandboxes on other hosts, behind a server that speaks `http_contract.py`."""
 
 import asyncio
+import json
 import os
 import socket
-from collections.abc import Mapping
 
 import aiohttp
 
 from actors.episode_sandboxes.base import Command, CommandResult
-from actors.episode_sandboxes.http_contract import ENDED, FULL, command_body, result_of
+from actors.episode_sandboxes.http_contract import ENDED, FULL, command_line, in_parts, result_of, start_body
 from actors.episodes.errors import ToolError, ToolFailedError
-from actors.episodes.task import JSON
-from actors.settings.episode_sandboxes import RemoteSandboxes
+from actors.settings.episode_sandboxes import RemoteSandboxes, SandboxLimits
 from bus.errors import ConfigError, SchemaError
 from bus.process.plugins import refuse_of_record
 
 ASK_AGAIN_S = 1.0
+SHOWN = 200
 GRACE_S = 60.0
 """Longest time until the server answers, above a command's own."""
 
@@ -35,14 +35,13 @@ class RemoteBackend:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
 
-    async def start(self, image: str | None) -> "RemoteSandbox":
+    async def start(self, image: str | None, limits: SandboxLimits) -> "RemoteSandbox":
         """Start a sandbox; a server without room is asked again. Raises ToolError."""
+        named = image or self._config.image
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 while True:
-                    status, said = await self.ask(
-                        "POST", "/sandboxes", {"image": image or self._config.image}
-                    )
+                    status, said = await self.ask("POST", "/sandboxes", start_body(named, limits))
                     if status != FULL:
                         break
                     await asyncio.sleep(ASK_AGAIN_S)
@@ -50,25 +49,25 @@ class RemoteBackend:
             limit = self._config.start_timeout_s
             raise ToolError(f"{self._config.url} had no room for a sandbox for {limit:g} s") from error
         if status != 201:
-            raise ToolError(f"{self._config.url} starts no sandbox: {said.get('error', status)}")
-        return RemoteSandbox(self, str(said["id"]))
+            raise ToolError(f"{self._config.url} starts no sandbox: {_error(said) or status}")
+        return RemoteSandbox(self, str(json.loads(said)["id"]))
 
     async def ask(
-        self, method: str, path: str, body: JSON = None, *, timeout_s: float = GRACE_S
-    ) -> tuple[int, Mapping[str, JSON]]:
+        self, method: str, path: str, *body: bytes, timeout_s: float = GRACE_S
+    ) -> tuple[int, bytes]:
         """Ask the server; return the status and what it says. Raises ToolError where it does not answer."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+        sent = in_parts(*body) if body else None
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, f"{self._config.url}{path}", json=body) as answer,
+                self._session.request(method, f"{self._config.url}{path}", data=sent) as answer,
             ):
-                said = await answer.json() if answer.status != 204 else {}
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ToolError(f"{self._config.url} does not answer: {error!r}") from error
-        return answer.status, said if isinstance(said, Mapping) else {}
 
     async def close(self) -> None:
         """End the connections to the server."""
@@ -87,12 +86,12 @@ class RemoteSandbox:
         """Carry out a command. Raises ToolFailedError where the sandbox has ended, else ToolError."""
         timeout_s = command.timeout_s + GRACE_S
         status, said = await self._backend.ask(
-            "POST", f"{self._path}/commands", command_body(command), timeout_s=timeout_s
+            "POST", f"{self._path}/commands", command_line(command), command.stdin, timeout_s=timeout_s
         )
         if status == ENDED:
-            raise ToolFailedError(f"the sandbox has ended: {said.get('error')}")
+            raise ToolFailedError(f"the sandbox has ended: {_error(said)}")
         if status != 200:
-            raise ToolError(f"the sandbox failed: {said.get('error', status)}")
+            raise ToolError(f"the sandbox failed: {_error(said) or status}")
         try:
             return result_of(said)
         except SchemaError as error:
@@ -105,3 +104,11 @@ class RemoteSandbox:
     async def close(self) -> None:
         """Have the server end the sandbox, which it would do by itself after a while."""
         await self._backend.ask("DELETE", self._path)
+
+
+def _error(body: bytes) -> str:
+    """Return why a server refuses, or the beginning of what it says in another way."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, TypeError, KeyError):
+        return body[:SHOWN].decode(errors="replace")

@@ -20,9 +20,17 @@ from pathlib import Path
 import structlog
 from aiohttp import web
 
-from actors.episode_sandboxes.base import EpisodeSandbox
+from actors.episode_sandboxes.base import LARGEST_SNAPSHOT, EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
-from actors.episode_sandboxes.http_contract import ENDED, FAILED, FULL, command_of, result_body
+from actors.episode_sandboxes.http_contract import (
+    ENDED,
+    FAILED,
+    FULL,
+    command_of,
+    in_parts,
+    limits_of,
+    result_line,
+)
 from actors.episode_sandboxes.pool import SandboxPool
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import SandboxServerConfig
@@ -31,7 +39,7 @@ from bus.waiting import cancelled
 
 log = structlog.get_logger()
 LOOK_S = 1.0
-LARGEST_BODY = 1 << 29
+LARGEST_BODY = LARGEST_SNAPSHOT + (1 << 20)
 
 
 @dataclass(slots=True)
@@ -55,8 +63,9 @@ class SandboxServer:
             raise ConfigError(f"set the variable {config.token_variable} to a token that clients give")
         self._config = config
         self._expected = f"Bearer {token}".encode()
+        self._limits = limits_of({}, config)
         self._pool = SandboxPool(
-            build_backend(config.backend, config), at_once=config.at_once, warm=config.warm
+            build_backend(config.backend), self._limits, at_once=config.at_once, warm=config.warm
         )
         self._lent: dict[str, _Lent] = {}
         self._starting = 0
@@ -86,14 +95,15 @@ class SandboxServer:
 
     async def _start(self, request: web.Request) -> web.Response:
         body = await request.json()
-        image = body.get("image") if isinstance(body, dict) else None
+        body = body if isinstance(body, dict) else {}
+        image, limits = body.get("image"), limits_of(body, self._limits)
         if len(self._lent) + self._starting >= self._config.at_once:
             return web.json_response({"error": f"{self._config.at_once} sandboxes are lent"}, status=FULL)
         self._starting += 1
         opened = AsyncExitStack()
         try:
             sandbox = await opened.enter_async_context(
-                self._pool.sandbox(None if image is None else str(image))
+                self._pool.sandbox(None if image is None else str(image), limits)
             )
         finally:
             self._starting -= 1
@@ -101,14 +111,19 @@ class SandboxServer:
         self._lent[name] = _Lent(sandbox, opened)
         return web.json_response({"id": name}, status=201)
 
-    async def _run(self, request: web.Request) -> web.Response:
+    async def _run(self, request: web.Request) -> web.StreamResponse:
         lent = self._lent.get(request.match_info["id"])
         if lent is None:
             return web.json_response({"error": "there is no such sandbox any more"}, status=ENDED)
-        command = command_of(await request.json())
+        command = command_of(await request.read())
         lent.commands += 1
         try:
-            return web.json_response(result_body(await lent.sandbox.run(command)))
+            result = await lent.sandbox.run(command)
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            async for part in in_parts(result_line(result), result.stdout, result.stderr):
+                await answer.write(part)
+            return answer
         finally:
             lent.commands -= 1
             lent.used_s = time.monotonic()

@@ -118,7 +118,7 @@ class Sandboxes:
         """Raises ConfigError where the back end does not work here."""
         self._config = config
         self._pool = SandboxPool(
-            build_backend(config.backend, config), at_once=config.at_once, warm=config.warm
+            build_backend(config.backend), config, at_once=config.at_once, warm=config.warm
         )
         self._closing = asyncio.Lock()
         self._is_closed = False

@@ -10,9 +10,9 @@ from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 @asynccontextmanager
 async def sandbox_of(readable=(), **limits):
     """A sandbox in namespaces."""
-    backend = NamespaceBackend.from_config(NamespaceSandboxes(readable=readable), SandboxLimits(**limits))
+    backend = NamespaceBackend.from_config(NamespaceSandboxes(readable=readable))
     try:
-        sandbox = EpisodeSandbox(await backend.start(None))
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits(**limits)))
         try:
             yield sandbox
         finally:

@@ -91,8 +91,8 @@ def ask_for_few_processes(patch):
     """Have limits that root may set who lacks CAP_SYS_RESOURCE: Podman's own default is above them."""
     described = ContainerBackend._described
 
-    def within(self, image, shared):
-        body = described(self, image, shared)
+    def within(self, *given):
+        body = described(self, *given)
         body["HostConfig"]["Ulimits"].append({"Name": "nproc", "Soft": 4096, "Hard": 4096})
         return body
 

@@ -34,8 +34,8 @@ def few_processes(monkeypatch):
 
 
 @asynccontextmanager
-async def backend_of(daemon, **limits):
-    backend = ContainerBackend(ContainerSandboxes(image=IMAGE, socket=daemon), SandboxLimits(**limits))
+async def backend_of(daemon):
+    backend = ContainerBackend(ContainerSandboxes(image=IMAGE, socket=daemon))
     try:
         yield backend
     finally:
@@ -44,8 +44,8 @@ async def backend_of(daemon, **limits):
 
 @asynccontextmanager
 async def container_of(daemon, **limits):
-    async with backend_of(daemon, **limits) as backend:
-        sandbox = EpisodeSandbox(await backend.start(None))
+    async with backend_of(daemon) as backend:
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits(**limits)))
         try:
             yield sandbox
         finally:
@@ -108,17 +108,17 @@ async def test_a_container_reaches_nothing_and_may_do_nothing(daemon):
 
 async def test_a_container_that_has_ended_or_was_left_is_told_and_removed(daemon):
     async with backend_of(daemon) as backend:
-        sandbox = EpisodeSandbox(await backend.start(None))
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         await backend.ask("DELETE", f"/containers/{sandbox.running.container_id}?force=1")
         with pytest.raises(ToolFailedError, match="the container has ended"):
             await said(sandbox, "true")
         await sandbox.close()
         with pytest.raises(ToolError, match="no image 'localhost:1/none:1'"):
-            await backend.start("localhost:1/none:1")
-        ours = EpisodeSandbox(await backend.start(None))
+            await backend.start("localhost:1/none:1", SandboxLimits())
+        ours = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         left = await asyncio.to_thread(leave_a_container, daemon)
         async with backend_of(daemon) as other:
-            await (await other.start(None)).close()
+            await (await other.start(None, SandboxLimits())).close()
             status, _ = await other.ask("GET", f"/containers/{left}/json")
             assert (bool(left), status) == (True, 404)  # its actor has ended without closing it
         assert await said(ours, "echo 1") == "1\n"  # and that of a living one stays
@@ -134,8 +134,8 @@ from tests.actors.episode_sandboxes.daemons import ask_for_few_processes
 async def main():
     ask_for_few_processes(setattr)
     config = ContainerSandboxes(image=sys.argv[2], socket=Path(sys.argv[1]))
-    backend = ContainerBackend(config, SandboxLimits())
-    print((await backend.start(None)).container_id, flush=True)
+    backend = ContainerBackend(config)
+    print((await backend.start(None, SandboxLimits())).container_id, flush=True)
     os._exit(9)
 asyncio.run(main())
 """
@@ -163,4 +163,4 @@ async def test_the_tools_work_in_a_container(daemon):
 
 def test_a_socket_without_a_daemon_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="no daemon listens there"):
-        ContainerBackend(ContainerSandboxes(image=IMAGE, socket=tmp_path / "none"), SandboxLimits())
+        ContainerBackend(ContainerSandboxes(image=IMAGE, socket=tmp_path / "none"))

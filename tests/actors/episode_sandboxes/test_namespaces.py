@@ -132,12 +132,12 @@ async def test_a_cancelled_command_is_ended(sandbox):
 
 
 async def test_a_closed_sandbox_leaves_nothing_and_others_do_not_notice():
-    backend = NamespaceBackend.from_config(NamespaceSandboxes(), SandboxLimits())
+    backend = NamespaceBackend.from_config(NamespaceSandboxes())
     try:
         server = psutil.Process(backend._server.process.pid)
-        other = EpisodeSandbox(await backend.start(None))
+        other = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         before = server.children(recursive=True)
-        one = EpisodeSandbox(await backend.start(None))
+        one = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         await said(one, "setsid sleep 987 & echo mine > /tmp/f")
         listen = (
             "import socket; s = socket.create_server(('127.0.0.1', 5000)); print(1, flush=True); s.accept()"
@@ -158,10 +158,10 @@ async def test_a_closed_sandbox_leaves_nothing_and_others_do_not_notice():
         with pytest.raises(ToolError, match="the sandbox failed"):  # its end ends all sandboxes
             await said(other, "sleep 20")
         await asyncio.to_thread(backend._server.process.wait, 10)
-        again = EpisodeSandbox(await backend.start(None))
+        again = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         assert await said(again, "echo 1") == "1\n"
         with pytest.raises(ToolError, match="no image"):
-            await backend.start("python:3.12")
+            await backend.start("python:3.12", SandboxLimits())
     finally:
         await backend.close()
 
@@ -224,7 +224,7 @@ async def test_further_files_of_the_host_are_shown_read_only_if_named(tmp_path):
         assert await said(sandbox, f"cat {tmp_path}/data/x; ls {tmp_path}") == "1data\n"
         assert (await shell(sandbox, f"rm {tmp_path}/data/x")).status != 0
     with pytest.raises(ConfigError, match="no such file"):
-        NamespaceBackend.from_config(NamespaceSandboxes(readable=(Path("/nowhere"),)), SandboxLimits())
+        NamespaceBackend.from_config(NamespaceSandboxes(readable=(Path("/nowhere"),)))
 
 
 async def test_an_actor_without_privileges_has_sandboxes_too(monkeypatch):
@@ -234,10 +234,10 @@ async def test_an_actor_without_privileges_has_sandboxes_too(monkeypatch):
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing():
-    backend = NamespaceBackend.from_config(NamespaceSandboxes(), SandboxLimits())
+    backend = NamespaceBackend.from_config(NamespaceSandboxes())
     try:
         for steps in range(3):
-            starts = [asyncio.create_task(backend.start(None)) for _ in range(4)]
+            starts = [asyncio.create_task(backend.start(None, SandboxLimits())) for _ in range(4)]
             for _ in range(steps):
                 await asyncio.sleep(0)
             for start in starts:

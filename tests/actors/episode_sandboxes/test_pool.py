@@ -17,8 +17,8 @@ class Counted:
         self.running = []
         self.most = 0
 
-    async def start(self, image):
-        sandbox = await self._backend.start(image)
+    async def start(self, image, limits):
+        sandbox = await self._backend.start(image, limits)
         self.running.append(sandbox)
         self.most = max(self.most, len(self.running))
         end = sandbox.close
@@ -36,8 +36,8 @@ class Counted:
 
 
 async def test_an_actor_has_so_many_sandboxes_at_a_time_and_some_ahead():
-    backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes(), SandboxLimits()))
-    pool = SandboxPool(backend, at_once=2, warm=1)
+    backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes()))
+    pool = SandboxPool(backend, SandboxLimits(), at_once=2, warm=1)
     together = asyncio.Barrier(2)
 
     async def episode(number):

@@ -12,7 +12,7 @@ from actors.episode_sandboxes.remote import RemoteBackend
 from actors.episode_sandboxes.server import SandboxServer
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import Task
-from actors.settings.episode_sandboxes import RemoteSandboxes, SandboxServerConfig
+from actors.settings.episode_sandboxes import RemoteSandboxes, SandboxLimits, SandboxServerConfig
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.tools.build import build_tools
 from actors.tools.episode_tools import EpisodeTools
@@ -41,7 +41,7 @@ async def server_of(monkeypatch, **settings):
 
 async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
     async with server_of(monkeypatch, at_once=1) as (_, backend, url):
-        sandbox = EpisodeSandbox(await backend.start(None))
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         ran = await shell(
             sandbox, "cat; echo $A; echo err >&2; exit 3", stdin=b"\0\xff", variables={"A": "b"}
         )
@@ -54,9 +54,9 @@ async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
         assert await sandbox.read("a/b") == b"\xff" * 300_000
         hurried = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=0.5))
         with pytest.raises(ToolError, match=r"no room for a sandbox for 0\.5 s"):
-            await hurried.start(None)
+            await hurried.start(None, SandboxLimits())
         await hurried.close()
-        waiting = asyncio.create_task(backend.start(None))
+        waiting = asyncio.create_task(backend.start(None, SandboxLimits()))
         await sandbox.close()
         other = EpisodeSandbox(await waiting)
         assert await said(other, "ls") == ""
@@ -74,11 +74,30 @@ async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
 
 async def test_a_sandbox_that_nobody_uses_is_ended_and_one_in_use_is_not(monkeypatch):
     async with server_of(monkeypatch, idle_s=0.2) as (server, backend, _):
-        left, used = [EpisodeSandbox(await backend.start(None)) for _ in range(2)]
+        left, used = [EpisodeSandbox(await backend.start(None, SandboxLimits())) for _ in range(2)]
         assert await said(used, "sleep 0.8; echo 1") == "1\n"
         assert len(server._lent) == 1
         with pytest.raises(ToolFailedError, match="has ended"):
             await said(left, "true")
+
+
+async def test_limits_are_those_of_the_actor_and_no_higher_than_the_servers(monkeypatch):
+    async with server_of(monkeypatch, disk_mb=8, processes=32) as (_, backend, _):
+        limits = SandboxLimits(disk_mb=16, processes=16, cpu_s=77)
+        sandbox = EpisodeSandbox(await backend.start(None, limits))
+        script = "df --output=size -m /workspace | tail -1; ulimit -t; grep processes /proc/self/limits"
+        assert (await said(sandbox, script)).split()[:5] == ["8", "77", "Max", "processes", "16"]
+
+
+@pytest.mark.nightly
+async def test_a_large_workspace_is_packed_and_brought_back(monkeypatch):
+    async with server_of(monkeypatch, disk_mb=1024) as (_, backend, _):
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits(disk_mb=1024)))
+        made = await said(sandbox, "head -c 600M /dev/urandom > f; md5sum f", timeout_s=120)
+        snapshot = await sandbox.snapshot()
+        await said(sandbox, "rm f")
+        await sandbox.restore(snapshot)
+        assert await said(sandbox, "md5sum f", timeout_s=120) == made
 
 
 async def unlent(server):
@@ -91,12 +110,12 @@ async def test_the_end_of_one_sandbox_that_fails_keeps_no_other_alive(monkeypatc
         raise ToolError("the daemon does not answer")
 
     async with server_of(monkeypatch, idle_s=0.1) as (server, backend, _):
-        await backend.start(None)
+        await backend.start(None, SandboxLimits())
         [first] = server._lent.values()
         first.opened.push_async_callback(fails)
         async with asyncio.timeout(20):
             await unlent(server)
-            await backend.start(None)
+            await backend.start(None, SandboxLimits())
             await unlent(server)
 
 
@@ -119,7 +138,7 @@ async def test_the_check_of_an_episode_needs_no_second_place(monkeypatch):
 async def test_wrong_requests_are_refused_and_named(monkeypatch):
     async with server_of(monkeypatch) as (_, backend, url):
         named = {"Authorization": "Bearer secret"}
-        sandbox = await backend.start(None)
+        sandbox = await backend.start(None, SandboxLimits())
         async with aiohttp.ClientSession() as http:
             for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
                 for path in ("/sandboxes", f"{sandbox._path}/commands"):
@@ -129,13 +148,13 @@ async def test_wrong_requests_are_refused_and_named(monkeypatch):
                 async with http.post(f"{url}{sandbox._path}/commands", json=body, headers=named) as answer:
                     assert (answer.status, "no command" in (await answer.json())["error"]) == (400, True)
         with pytest.raises(ToolError, match="starts no sandbox: image='python:3'"):
-            await backend.start("python:3")
+            await backend.start("python:3", SandboxLimits())
         monkeypatch.setenv(TOKEN, "wrong")
         other = RemoteBackend(RemoteSandboxes(url=url))
         with pytest.raises(ToolError, match="the token is missing or wrong"):
-            await other.start(None)
+            await other.start(None, SandboxLimits())
     with pytest.raises(ToolError, match="does not answer"):
-        await other.start(None)
+        await other.start(None, SandboxLimits())
     await other.close()
     monkeypatch.delenv(TOKEN)
     with pytest.raises(ConfigError, match="SLUICE_SANDBOX_TOKEN holds no token"):
