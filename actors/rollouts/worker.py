@@ -16,8 +16,7 @@ from actors.environments.sample_calls import FirstCalls
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.task import Task
-from actors.metrics.episode_counts import EpisodeEnds, sampled_counts
-from actors.metrics.episode_metrics import EpisodeMetrics
+from actors.metrics.episode_metrics import EpisodeEnds, EpisodeMetrics, sampled_counts
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import DropReason, GroupFilter, reason_to_drop
 from actors.rollouts.account import ActorAccount

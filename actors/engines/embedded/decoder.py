@@ -5,6 +5,7 @@ import bisect
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
-from actors.engines.embedded.masks import SLIDING, DecodeMasks
 from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
 from actors.engines.embedded.vision import VisionPrefill
@@ -373,3 +373,47 @@ def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
             f"the embedded engine serves {states} by transformers 5.24 and later: upgrade it, or use sglang"
         )
     return [FULL_ATTENTION if kind == SLIDING else kind for kind in kinds]
+
+
+SLIDING = "sliding_attention"
+
+
+class DecodeMasks:
+    """Makes masks as the layers of a model want them."""
+
+    def __init__(self, config: Any) -> None:
+        kinds = getattr(config, "layer_types", None)
+        self._by_kind = kinds is not None and SLIDING in kinds
+        """Says that transformers takes one mask for each kind of layers."""
+        window = getattr(config, "sliding_window", None)
+        self._window: int | None = window if kinds is None or self._by_kind else None
+
+    @property
+    def have_windows(self) -> bool:
+        """Return whether some layers see a window alone."""
+        return self._window is not None
+
+    def of(self, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Return what is added to scores, [n, 1, 1, width], by the kind of layers if the model has several.
+
+        Args:
+            positions: int64 [n], position of each row's token.
+            width: number of positions in the cache.
+            dtype: the model's."""
+        back = positions[:, None] - torch.arange(width, device=positions.device)
+        if not self._by_kind:
+            return _added(_seen(back, self._window), dtype)
+        return {
+            FULL_ATTENTION: _added(_seen(back, None), dtype),
+            SLIDING: _added(_seen(back, self._window), dtype),
+        }
+
+
+def _seen(back: Tensor, window: int | None) -> Tensor:
+    """Tell which keys are seen that lie so many positions back, bool [n, width]."""
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, float("-inf"))[:, None, None]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from actors.engines.base import Generation, GenerationRequest
 from actors.engines.embedded.sampling import Controls
@@ -148,7 +148,6 @@ def _layer(kind: str, max_slots: int, max_length: int) -> Any:
     if kind == FULL_ATTENTION:
         return SlotLayer(max_slots, max_length)
     # Older versions of transformers have no such layers, and nobody asks them for one.
-    from actors.engines.embedded.recurrent_state import StateLayer
 
     return StateLayer(max_slots)
 
@@ -320,3 +319,46 @@ def _doubled(have: int, need: int, smallest: int) -> int:
     while size < need:
         size *= 2
     return size
+
+
+STATES = ("conv_states", "recurrent_states")
+"""What transformers calls them in its own cache."""
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped
+    """One layer's states, [slots, ...]; a decode step reads and overwrites those of the first rows."""
+
+    def __init__(self, max_slots: int) -> None:
+        super().__init__()
+        self._max_slots = max_slots
+        self._held: dict[str, Tensor] = {}
+
+    def aim(self, cursor: Cursor) -> None:
+        """Let the next forward see the states of its rows."""
+        for name, held in self._held.items():
+            getattr(self, name)[0] = held[: len(cursor.rows)]
+            getattr(self, f"is_{name}_initialized")[0] = True
+        self.has_previous_state[0] = True
+
+    def fill(self, first: int, prefilled: LinearAttentionLayer, sources: Tensor) -> None:
+        """Copy row `sources[i]` of prefilled states to slot `first + i`."""
+        for name in STATES:
+            states = getattr(prefilled, name)[0]
+            if states is not None:  # a convolution alone has one of them
+                self._reserve(name, states, first + len(sources))
+                self._held[name][first : first + len(sources)] = states[sources]
+
+    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
+        """Copy slots onto others. A state has no length."""
+        for held in self._held.values():
+            held[targets] = held[sources]
+
+    def _reserve(self, name: str, states: Tensor, slots: int) -> None:
+        held = self._held.get(name)
+        have = 0 if held is None else len(held)
+        if slots <= have:
+            return
+        grown = states.new_zeros(min(max(slots, 2 * have), self._max_slots), *states.shape[1:])
+        if held is not None:
+            grown[:have] = held
+        self._held[name] = grown

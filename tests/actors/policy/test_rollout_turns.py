@@ -10,7 +10,7 @@ import pytest
 from actors.engines.base import Generation, Sampling
 from actors.policy.policy import Policy
 from actors.policy.rollout_turns import RolloutTurns, SampledTurn
-from actors.rollouts.turn_messages import turn_message, turns_by_rollout
+from actors.rollouts.interruption import turn_message, turns_by_rollout
 from bus.codec import decode, encode
 from bus.kept_sets import KeptSets
 from bus.trajectory import KeptTurn

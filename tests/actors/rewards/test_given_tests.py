@@ -6,7 +6,7 @@ import pytest
 
 from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.rewards.code.given_tests import BadTestsError, CallTest, InputTest, read_tests
-from actors.rewards.code.program_text import program_in, same_output
+from actors.rewards.code.reward import program_in, same_output
 from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt

@@ -12,7 +12,7 @@ import pytest
 from actors.environments.plugin import PluginEnvironment
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.metrics.episode_counts import EpisodeEnds
+from actors.metrics.episode_metrics import EpisodeEnds
 from actors.policy.strand import Call
 from actors.rewards.base import LATER, BudgetSpentError, RewardError, Scored
 from actors.rewards.group_filters import load_filter
@@ -195,7 +195,7 @@ async def test_a_rollout_that_fails_more_often_counts_as_failed_once(bus, engine
 
 
 def test_the_fraction_is_that_of_recent_episodes(monkeypatch):
-    monkeypatch.setattr("actors.metrics.episode_counts.RECENT", 4)
+    monkeypatch.setattr("actors.metrics.episode_metrics.RECENT", 4)
     ends = EpisodeEnds()
     assert set(ends.metrics.values()) == {0}  # and no fraction
     ends.add(["completed"] * 9)

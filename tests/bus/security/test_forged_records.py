@@ -29,7 +29,7 @@ from bus.streams import lost_data
 from bus.streams.consume import Inbox, consume
 from bus.streams.lost_data import OwnRecords
 from bus.streams.publish import Publisher
-from launch.services.bus_keys import follow_directory
+from launch.services.bus import follow_directory
 from tests.bus.security.secured import As, by_role, make_streams, secured_bus
 from tests.bus.security.test_signatures import forgeries
 

@@ -64,7 +64,7 @@ def test_an_ended_run_tells_its_trajectories_with_their_text(ended: RunDirectory
 
 def test_groups_that_cannot_be_read_do_not_end_the_trajectories(ended: RunDirectory, monkeypatch):
     read = GroupReader.read
-    monkeypatch.setattr("launch.api.readers.AT_ONCE", 2)
+    monkeypatch.setattr("launch.api.run.AT_ONCE", 2)
     monkeypatch.setattr(
         GroupReader, "read", lambda groups, leases: read(groups, leases) if 0 not in leases else []
     )

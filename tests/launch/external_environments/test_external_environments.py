@@ -14,11 +14,11 @@ from actors.settings.agents import AgentConfig
 from bus.errors import ConfigError
 from launch.cli.main import app
 from launch.external_environments.environment import (
+    KINDS,
     EnvironmentFile,
     ExternalEnvironment,
     external_environment,
 )
-from launch.external_environments.kinds import KINDS
 from launch.settings.run_config import resolve
 from tests.launch.external_environments.played import command_of, playing, read_rows
 

@@ -17,8 +17,7 @@ from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory
 from launch.cli.main import main
-from launch.operations.environment_rewards import EnvironmentRewards
-from launch.operations.rescore import Interval, Rescoring, parse_leases, run_rescore
+from launch.operations.rescore import EnvironmentRewards, Interval, Rescoring, parse_leases, run_rescore
 from launch.operations.rescore import _chat as chat_of
 from launch.operations.retrain import restore_run
 from launch.settings.run_config import resolve
