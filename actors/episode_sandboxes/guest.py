@@ -24,7 +24,8 @@ from typing import NamedTuple
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.programs.watch import below, end_children, signal_all
 from actors.sandboxes import kernel
-from actors.sandboxes.jail import INSIDE, Host, enter, outermost, own_namespaces
+from actors.sandboxes.as_json import from_json
+from actors.sandboxes.jail import DEVICE_LINKS, INSIDE, Host, enter, make_place, outermost, own_namespaces
 from actors.sandboxes.system_calls import NEEDED_BY_COMMANDS, filter_program, install_filter
 
 LOOK_S = 0.5
@@ -42,10 +43,6 @@ TEXTS = {
     "/etc/passwd": f"sandbox:x:{INSIDE}:{INSIDE}::/workspace:/bin/sh\n",
     "/etc/group": f"sandbox:x:{INSIDE}:\n",
 }
-LINKS = {
-    "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx",
-}  # fmt: skip
-"""Names in /dev."""
 OVER = signal.SIGUSR1
 """Tells who waits for a command that the sandbox has passed its limit of memory."""
 CANNOT_START = 127
@@ -67,7 +64,7 @@ class CommandDescriptors(NamedTuple):
 
 def main() -> None:
     """Show the host's programs read-only, and start a sandbox for each packet that comes."""
-    settings = GuestSettings.from_json(sys.argv[1])
+    settings = from_json(GuestSettings, sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
     control = socket.socket(fileno=os.dup(0))
     host = Host()
@@ -115,7 +112,7 @@ def _furnish(root: Path) -> None:
     for path, text in TEXTS.items():
         Path(f"{root}{path}").parent.mkdir(exist_ok=True)
         Path(f"{root}{path}").write_text(text)
-    for name, target in LINKS.items():
+    for name, target in DEVICE_LINKS.items():
         Path(root, "dev", name).symlink_to(target)
 
 
@@ -188,10 +185,7 @@ def _mount(settings: GuestSettings, size: int) -> None:
     for path in WRITABLE:
         kernel.mount("sandbox", path, "tmpfs", flags, f"size={size},nr_inodes={size // 4096 + 64},mode=1777")
     for path, (tree, is_directory) in trees.items():
-        place = Path(path)
-        (place if is_directory else place.parent).mkdir(parents=True, exist_ok=True)
-        if not is_directory:
-            place.touch()
+        make_place(Path(path), is_directory=is_directory)
         kernel.attach(tree, path)
     kernel.mount("sandbox", "/dev/pts", "devpts", flags | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666")
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
@@ -214,7 +208,7 @@ def _handle(given: CommandDescriptors, settings: GuestSettings, limits: GuestLim
     passed: list[int] = []
     signal.signal(OVER, lambda number, _: passed.append(number))
     with socket.socket(fileno=given.report) as report:
-        request = CommandRequest.from_json(os.pread(given.request, os.fstat(given.request).st_size, 0))
+        request = from_json(CommandRequest, os.pread(given.request, os.fstat(given.request).st_size, 0))
         kernel.adopt_orphans()  # so that what a command has started is found when its time is over
         started = time.monotonic()
         child = os.fork()

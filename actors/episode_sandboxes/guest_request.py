@@ -2,9 +2,7 @@
 
 Read by a process that loads nothing but the standard library and two rooms."""
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,16 +15,6 @@ class GuestSettings:
     """Files and directories of the host that are not seen, also where what is above them is."""
     variables: dict[str, str]
     """Environment of commands."""
-
-    def to_json(self) -> str:
-        """Return the settings as text for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the settings that `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, **{name: tuple(fields[name]) for name in ("shown", "hidden")}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +40,3 @@ class CommandRequest:
     variables: dict[str, str]
     directory: str
     timeout_s: float
-
-    def to_json(self) -> bytes:
-        """Return the request as bytes for `from_json`."""
-        return json.dumps(asdict(self)).encode("utf-8", "surrogateescape")
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> Self:
-        """Return the request that `to_json` wrote."""
-        fields = json.loads(raw.decode("utf-8", "surrogateescape"))
-        return cls(**{**fields, "words": tuple(fields["words"])})

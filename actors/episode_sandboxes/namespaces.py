@@ -19,6 +19,7 @@ from actors.episode_sandboxes.guest import PROGRAMS
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.episodes.errors import ToolError
 from actors.programs.hidden import hidden_paths
+from actors.sandboxes.as_json import to_json
 from actors.sandboxes.sandbox import package_directories
 from actors.sandboxes.server_process import received, sealed_file, started_server
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
@@ -57,7 +58,7 @@ class NamespaceBackend:
         return cls(GuestSettings(shown=shown, hidden=tuple(_hidden_below(shown)), variables=variables))
 
     def _start(self) -> None:
-        self._server = started_server("actors.episode_sandboxes.guest", self._settings.to_json())
+        self._server = started_server("actors.episode_sandboxes.guest", to_json(self._settings))
         self._end = weakref.finalize(self, self._server.end)
 
     async def start(self, image: str | None, limits: SandboxLimits) -> "NamespaceSandbox":
@@ -191,7 +192,7 @@ class NamespaceSandbox:
         report.setblocking(False)
         with ExitStack() as sent:
             sent.enter_context(theirs)
-            files = [sealed_file(data, sent) for data in (request.to_json(), command.stdin)]
+            files = [sealed_file(data, sent) for data in (to_json(request).encode(), command.stdin)]
             outputs, ends = [], []
             for _ in range(2):
                 read_end, write_end = os.pipe()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from actors.programs.request import ProgramRequest
 from actors.sandboxes import kernel
+from actors.sandboxes.jail import DEVICE_LINKS, make_place
 from actors.sandboxes.system_calls import install_filter, without_keys
 
 PRIVATE = ("/tmp", "/dev/shm")
@@ -23,10 +24,6 @@ COVER_BYTES = 1 << 20
 DEVICES = ("full", "null", "random", "tty", "urandom", "zero", "dri", "kfd", "nvidia*")
 """Devices of /dev that a program finds, GPUs included. A disk would show all files to a program of root's,
 and a terminal what is typed there."""
-
-LINKS = {
-    "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx",
-}  # fmt: skip
 
 DAEMONS = (
     "/run/dbus", "/run/systemd/private", "/run/user", "/run/docker.sock", "/run/podman", "/run/containerd",
@@ -79,7 +76,7 @@ def build_view(request: ProgramRequest) -> None:
     _make_devices(devices)
     for path in sorted({*trees, *PRIVATE, *DAEMONS, *request.covered}):  # the inner ones come on top
         if path in trees and path not in request.covered:
-            _make_place(Path(path), is_directory=path in directories)
+            make_place(Path(path), is_directory=path in directories)
             kernel.attach(trees[path], path)
         else:
             _cover(path, request.file_bytes if path in PRIVATE else COVER_BYTES)
@@ -97,9 +94,9 @@ def _make_devices(copied: Sequence[tuple[Path, int]]) -> None:
     are_directories = [path.is_dir() for path, _ in copied]
     _cover("/dev", COVER_BYTES)
     for (path, tree), is_directory in zip(copied, are_directories, strict=True):
-        _make_place(path, is_directory=is_directory)
+        make_place(path, is_directory=is_directory)
         kernel.attach(tree, str(path))
-    for name, target in LINKS.items():
+    for name, target in DEVICE_LINKS.items():
         Path("/dev", name).symlink_to(target)
     for name in ("shm", "pts"):
         Path("/dev", name).mkdir()
@@ -119,17 +116,6 @@ def _cover(path: str, size_bytes: int) -> None:
         kernel.mount("program", path, "tmpfs", flags, f"size={size_bytes},mode=1777")
     elif place.exists():
         kernel.attach(kernel.read_only_copy("/dev/null", devices=True), path)
-
-
-def _make_place(place: Path, *, is_directory: bool) -> None:
-    """Make what a mount is attached to, where a cover hides what was there."""
-    if place.exists():
-        return
-    if is_directory:
-        place.mkdir(parents=True)
-    else:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.touch()
 
 
 def become_program(request: ProgramRequest, stdin: int, output: int) -> None:

@@ -2,9 +2,7 @@
 
 Read by a process that loads nothing but the standard library and this room."""
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +27,3 @@ class ProgramRequest:
     memory_bytes: int = 1 << 33
     processes: int = 4096
     file_bytes: int = 1 << 32
-
-    def to_json(self) -> bytes:
-        """Return the request as bytes for `from_json`."""
-        return json.dumps(asdict(self)).encode("utf-8", "surrogateescape")
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> Self:
-        """Return the request that `to_json` wrote."""
-        fields = json.loads(raw.decode("utf-8", "surrogateescape"))
-        for name in ("command", "readable", "writable", "covered"):
-            fields[name] = tuple(fields[name])
-        fields["user"] = tuple(fields["user"]) if fields["user"] else None
-        return cls(**fields)

@@ -30,10 +30,10 @@ from actors.programs.confinement import PRIVATE
 from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
-from actors.sandboxes.server_process import LARGEST_PACKET, ProgramServer, received, sealed_file
+from actors.sandboxes.as_json import to_json
+from actors.sandboxes.server_process import LARGEST_PACKET, received, sealed_file, spawned
 from actors.settings.programs import IsolationConfig
 from bus.errors import ConfigError, SluiceError
-from bus.process.child_process import module_command
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -187,7 +187,7 @@ class ProgramRunner:
         await asyncio.to_thread(self._end)
 
     def _start(self) -> None:
-        self._server = _started()
+        self._server = spawned("actors.programs.server")
         self._end = weakref.finalize(self, self._server.end)
 
     def _request(self, program: Program, port: int | None) -> ProgramRequest:
@@ -232,7 +232,7 @@ class ProgramRunner:
         with ExitStack() as sent:
             sent.callback(os.close, writing)
             sent.enter_context(theirs)
-            sealed = sealed_file(request.to_json(), sent)
+            sealed = sealed_file(to_json(request).encode(), sent)
             stdin = await _stdin(handed, sent, opened)
             self._send([sealed, stdin, writing, theirs.fileno()])
         return report
@@ -268,7 +268,7 @@ def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None, base
         sent.enter_context(theirs)
         null = os.open(os.devnull, os.O_RDWR)
         sent.callback(os.close, null)
-        send([sealed_file(request.to_json(), sent), null, null, theirs.fileno()])
+        send([sealed_file(to_json(request).encode(), sent), null, null, theirs.fileno()])
         sent.close()
         try:
             while True:
@@ -375,16 +375,6 @@ def _user_of(config: IsolationConfig) -> tuple[int, int] | None:
             return int(name), int(name)
         raise ConfigError(f"isolation.user={name}: this host has no such user") from error
     return found.pw_uid, found.pw_gid
-
-
-def _started() -> ProgramServer:
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen(
-            module_command("actors.programs.server"), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
-            env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True,
-        )  # fmt: skip
-    return ProgramServer(process, control)
 
 
 def _is_inside(path: Path, places: Sequence[Path]) -> bool:

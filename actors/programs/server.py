@@ -21,6 +21,7 @@ from actors.programs.confinement import enter
 from actors.programs.request import ProgramRequest
 from actors.programs.watch import LOOK_S, TERMINATE_S, Outcome, end_children, watch
 from actors.sandboxes import kernel
+from actors.sandboxes.as_json import from_json
 
 SWEEP_S = 5.0
 """Longest time that the kernel may take to end what a program left behind."""
@@ -60,7 +61,7 @@ def _attend(given: ProgramDescriptors) -> int:
     os.setsid()
     with socket.socket(fileno=given.report) as report:
         size = os.fstat(given.request).st_size
-        request = ProgramRequest.from_json(os.pread(given.request, size, 0))
+        request = from_json(ProgramRequest, os.pread(given.request, size, 0))
         os.close(given.request)
         try:
             Path("/proc/self/oom_score_adj").write_text(kernel.LIKELIEST_TO_BE_KILLED)

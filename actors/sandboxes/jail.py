@@ -17,6 +17,10 @@ NOBODY = 65534
 INSIDE = 1000
 """User and group that a program sees itself as."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx",
+}  # fmt: skip
+"""Names in /dev, and what they lead to."""
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 
@@ -97,16 +101,20 @@ def _build_tree(shown: Iterable[str], furnish: Callable[[Path], None], *, proces
     plain = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("sandbox", root, "tmpfs", plain, "size=1m,nr_inodes=1k,mode=755")
     for (path, tree), is_directory in zip(copies, are_directories, strict=True):
-        target = Path(root + path)
-        if is_directory:
-            target.mkdir(parents=True, exist_ok=True)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()
-        kernel.attach(tree, str(target))
+        make_place(Path(root + path), is_directory=is_directory)
+        kernel.attach(tree, root + path)
     furnish(Path(root))
     kernel.become_root(root)
     kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | plain)
+
+
+def make_place(place: Path, *, is_directory: bool) -> None:
+    """Make what a mount is attached to, where it is not there."""
+    if is_directory:
+        place.mkdir(parents=True, exist_ok=True)
+    elif not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
 
 
 def private_namespaces(host: Host, home: str, *, file_bytes: int, files: int) -> None:

@@ -2,9 +2,7 @@
 
 Read by a process that loads nothing but the standard library and this room."""
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +27,7 @@ class Limits:
     package_directories: tuple[str, ...] = ()
     """Directories outside the standard library that it may import from."""
 
-    def to_json(self) -> str:
-        """Return the limits as text for `from_json`."""
-        return json.dumps(asdict(self))
-
     @property
     def home(self) -> str:
         """Return the directory of a program: /tmp, unless packages lie there, which it would hide."""
         return "/home" if any(path.startswith("/tmp/") for path in self.package_directories) else "/tmp"
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the limits that `to_json` wrote."""
-        fields = json.loads(text)
-        for name in ("preload", "package_directories"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 from actors.episodes.errors import ToolError
+from actors.sandboxes.as_json import to_json
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.server_process import sealed_file, started_server
 from actors.settings.tools import SandboxConfig
@@ -57,7 +58,7 @@ class Sandbox:
         self._start()
 
     def _start(self) -> None:
-        self._server = started_server("actors.sandboxes.server", self._limits.to_json())
+        self._server = started_server("actors.sandboxes.server", to_json(self._limits))
         self._end = weakref.finalize(self, self._server.end)
 
     async def run(self, code: str, stdin: str = "", *, output_bytes: int | None = None) -> Ran:

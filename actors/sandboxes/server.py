@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from actors.sandboxes.as_json import from_json
 from actors.sandboxes.jail import Host, enter, private_namespaces, python_directories
 from actors.sandboxes.kernel import LIKELIEST_TO_BE_KILLED
 from actors.sandboxes.limits import Limits
@@ -56,7 +57,7 @@ class Descriptors(NamedTuple):
 
 def main() -> None:
     """Enter the sandbox, say whether that worked, and start a program for each packet that comes."""
-    limits = Limits.from_json(sys.argv[1])
+    limits = from_json(Limits, sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
     control = socket.socket(fileno=os.dup(0))
     host = Host()

@@ -65,23 +65,17 @@ def started_server(module: str, settings: str) -> ProgramServer:
             "the sandbox needs Linux on x86_64 or aarch64: run the actors there, or leave the tools python "
             "and sandbox out of actors.environment.tools"
         )
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen(
-            module_command(module, settings), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
-            env=SERVER_ENVIRONMENT, cwd="/", start_new_session=True,
-        )  # fmt: skip
-    server = ProgramServer(process, control)
+    server = spawned(module, settings)
     try:
-        control.settimeout(START_TIMEOUT_S)
-        answer = json.loads(control.recv(LARGEST_ANSWER) or b'{"refused": "its process ended"}')
+        server.control.settimeout(START_TIMEOUT_S)
+        answer = json.loads(server.control.recv(LARGEST_ANSWER) or b'{"refused": "its process ended"}')
     except OSError as error:
         server.end()
         raise ConfigError(f"the sandbox's process did not start within {START_TIMEOUT_S:g} s") from error
     if "ready" not in answer:
         server.end()
         raise ConfigError(_refusal(answer))
-    control.setblocking(False)
+    server.control.setblocking(False)
     return server
 
 
@@ -105,6 +99,17 @@ async def received(report: socket.socket) -> tuple[bytes, list[int]]:
 def _note(readable: "asyncio.Future[None]") -> None:
     if not readable.done():
         readable.set_result(None)
+
+
+def spawned(module: str, *arguments: str) -> ProgramServer:
+    """Start a module as a process that starts programs."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            module_command(module, *arguments), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+            env=SERVER_ENVIRONMENT, cwd="/", start_new_session=True,
+        )  # fmt: skip
+    return ProgramServer(process, control)
 
 
 def _refusal(answer: Mapping[str, str]) -> str:
