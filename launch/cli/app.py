@@ -95,11 +95,34 @@ RunsDirectory = Annotated[
 ]
 AsJson = Annotated[bool, Parameter(name="--json", negative=())]
 AsJsonObject = Annotated[AsJson, Parameter(help="Print the result as one JSON object on one line.")]
-PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
-RecipeName = Annotated[str | None, Parameter(name="--recipe", group=SHORT)]
+PresetName = Annotated[
+    str | None,
+    Parameter(
+        name="--preset",
+        group=SHORT,
+        help="Settings that come with Sluice: sort, addition, count, product, python, retool, repair, "
+        "search, mcp, guess, nim, duel, panel, agent, debate, load.",
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    Parameter(
+        name="--recipe",
+        group=SHORT,
+        help="A published model with prompts: sums, calculator, instructions, reasoning, agent.",
+    ),
+]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
-ConfigFiles = Annotated[list[Path] | None, Parameter(name="--config", group=SHORT, negative=())]
-BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
+ConfigFiles = Annotated[
+    list[Path] | None,
+    Parameter(
+        name="--config", group=SHORT, negative=(), help="Files of settings, TOML or JSON; the last one wins."
+    ),
+]
+BusUrl = Annotated[
+    str | None,
+    Parameter(name="--bus", group=SHORT, help="NATS server, as nats://[user:password@]host:port."),
+]
 RunBusUrl = Annotated[
     str | None,
     Parameter(
@@ -114,7 +137,10 @@ CredsFile = Annotated[
     Path | None,
     Parameter(name="--creds", group=SHORT, help=f"Credentials file for a secured bus. [${VARIABLE}]"),
 ]
-Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
+Prompts = Annotated[
+    Path | None,
+    Parameter(name="--prompts", group=SHORT, help="Training prompts: .jsonl, .parquet or hf://..."),
+]
 DemonstrationsFile = Annotated[Path | None, Parameter(name="--sft", group=SHORT)]
 SourceRun = Annotated[str | None, Parameter(name="--from", group=SHORT)]
 PairsFile = Annotated[Path | None, Parameter(name="--pairs", group=SHORT)]
@@ -122,11 +148,33 @@ Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
 Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
 NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
 Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
-PluginsFrom = Annotated[list[Path] | None, Parameter(name="--plugins-from", group=SHORT, negative=())]
+PluginsFrom = Annotated[
+    list[Path] | None,
+    Parameter(
+        name="--plugins-from",
+        group=SHORT,
+        negative=(),
+        help="Directory of modules that the run may import on this host, and no others; may be given several "
+        "times.",
+    ),
+]
 Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=(), show_default=False)]
-EnginePython = Annotated[Path | None, Parameter(name="--engine-python", group=SHORT)]
-RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
-AgentCommand = Annotated[str | None, Parameter(name="--agent", group=SHORT)]
+EnginePython = Annotated[
+    Path | None,
+    Parameter(
+        name="--engine-python",
+        group=SHORT,
+        help="Interpreter that SGLang's servers run with on this host, whatever the run names.",
+    ),
+]
+RewardName = Annotated[
+    str | None,
+    Parameter(name="--reward", group=SHORT, help="Built-in reward, or yours: my_pkg.my_module:function."),
+]
+AgentCommand = Annotated[
+    str | None,
+    Parameter(name="--agent", group=SHORT, help="Command of a program that is run for each episode."),
+]
 EnvironmentName = Annotated[
     str | None,
     Parameter(name="--environment", group=SHORT, help="Environment of others, as textarena:Nim-v0."),
@@ -192,9 +240,22 @@ Logging = Annotated["LogOptions", Parameter(name="*")]
 
 GatewayHost = Annotated[str | None, Parameter(name="--host", group=SHORT)]
 GatewayPort = Annotated[int | None, Parameter(name="--port", group=SHORT)]
-Certificate = Annotated[Path | None, Parameter(name="--certificate", group=SHORT)]
-CertificateKey = Annotated[Path | None, Parameter(name="--certificate-key", group=SHORT)]
-ShowToken = Annotated[bool, Parameter(name="--show-token", group=SHORT, negative=())]
+Certificate = Annotated[
+    Path | None,
+    Parameter(
+        name="--certificate", group=SHORT, help="File of the server's certificate with its chain, PEM."
+    ),
+]
+CertificateKey = Annotated[
+    Path | None,
+    Parameter(name="--certificate-key", group=SHORT, help="File of the certificate's private key, PEM."),
+]
+ShowToken = Annotated[
+    bool,
+    Parameter(
+        name="--show-token", group=SHORT, negative=(), help="Print the token that is asked for, and end."
+    ),
+]
 
 
 def _log_parameter(name: str, variable: str, choices: str) -> Parameter:

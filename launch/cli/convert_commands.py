@@ -16,6 +16,16 @@ convert = App(
 ModelDirectory = Annotated[
     Path, Parameter(help="Directory with config.json and safetensors files; other files are copied.")
 ]
+Checkpoint = Annotated[
+    Path, Parameter(help="Directory of a checkpoint, or of several, of which the latest is taken.")
+]
+CopiedModel = Annotated[
+    Path | None,
+    Parameter(
+        help="Hugging Face directory whose configuration and tokenizer are copied; without it the "
+        "checkpoint's."
+    ),
+]
 Target = Annotated[
     Path, Parameter(help="Directory to create; it appears when everything is written and verified.")
 ]
@@ -37,16 +47,8 @@ def hf_to_megatron(source: Path, target: Target) -> None:
 
 
 @convert.command(usage="Usage: launch convert megatron-to-hf SOURCE TARGET [OPTIONS]")
-def megatron_to_hf(source: Path, target: Target, *, model: Path | None = None) -> None:
-    """Write the weights of a checkpoint as a Hugging Face directory.
-
-    Parameters
-    ----------
-    source
-        Directory of a checkpoint, or of several, of which the latest is taken.
-    model
-        Hugging Face directory whose configuration and tokenizer are copied; without it the checkpoint's.
-    """
+def megatron_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
+    """Write the weights of a checkpoint as a Hugging Face directory."""
     from learner.convert.megatron import megatron_to_hf
 
     configure_logging()
@@ -54,16 +56,8 @@ def megatron_to_hf(source: Path, target: Target, *, model: Path | None = None) -
 
 
 @convert.command(usage="Usage: launch convert fsdp-to-hf SOURCE TARGET [OPTIONS]")
-def fsdp_to_hf(source: Path, target: Target, *, model: Path | None = None) -> None:
-    """Write the weights of a checkpoint of learner.backend=fsdp as a Hugging Face directory, in float32.
-
-    Parameters
-    ----------
-    source
-        Directory of a checkpoint, or of several, of which the latest is taken.
-    model
-        Hugging Face directory whose configuration and tokenizer are copied; without it the checkpoint's.
-    """
+def fsdp_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
+    """Write the weights of a checkpoint of learner.backend=fsdp as a Hugging Face directory, in float32."""
     from learner.convert.fsdp import fsdp_to_hf
 
     configure_logging()

@@ -40,25 +40,12 @@ def doctor(  # noqa: PLR0913 - each is a flag
     """Look whether this host can run what a configuration wants.
 
     It looks at versions, conflicts of packages, GPU, disk, ports, limits, variables, the model directory, the
-    bus with its clock, and at all that a start asks, where prompts are named. Each finding is ok, a warning
-    or an error, and each of the latter two comes with a remedy. It leaves nothing. The exit status is 1 if
-    there is an error.
+    bus with its clock, and at all that a start asks, where prompts are named; it runs no agent. Each
+    finding is ok, a warning or an error, and each of the latter two comes with a remedy. It leaves nothing.
+    The exit status is 1 if there is an error.
 
     Parameters
     ----------
-    preset_name
-        Settings that come with Sluice: sort, addition, count, product, python, retool, repair, search, mcp,
-        guess, nim, duel, panel, agent, debate, load.
-    config
-        TOML or JSON file of the run's settings; of several --config the last wins.
-    bus
-        NATS server, as nats://[user:password@]host:port.
-    prompts
-        Training prompts, as `launch local` takes them, which are checked as by a start.
-    reward
-        Reward, as `launch local` takes it; it is called as by a start where prompts are named.
-    agent
-        Command of an agent, as `launch local` takes it; doctor does not run it.
     as_json
         Print one JSON object on one line: whether it is healthy, and the findings.
     """

@@ -67,16 +67,6 @@ def evaluate_command(  # noqa: PLR0913 - each is a flag
     ----------
     out
         Directory of the answers (answers.jsonl) and results (results.json).
-    preset_name
-        Settings that come with Sluice, as `launch local` takes them.
-    recipe_name
-        Settings with a published model and its prompts, as `launch local` takes them.
-    config
-        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
-    reward
-        Built-in reward, or yours: my_pkg.my_module:function.
-    agent
-        Command of an agent, as `launch local` takes it.
     checkpoint
         Checkpoint to measure instead of --model.path, a directory of several, or that of a run.
     samples

@@ -30,9 +30,6 @@ def init(
     ----------
     file
         File to write, .toml, which must not exist; - writes to standard output.
-    preset_name
-        Preset whose settings are in force in the file: sort, addition, count, product, python, retool,
-        repair, search, mcp, guess, nim, duel, panel, agent, debate, load.
     everything
         Write every setting there is.
     """

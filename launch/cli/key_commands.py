@@ -10,39 +10,29 @@ from launch.cli.app import RunName, app
 
 keys = App(name="keys", help="Exchange the keys of a live run's roles on a secured bus.")
 app.command(keys)
-Directory = Annotated[Path, Parameter(name="--secure")]
+Directory = Annotated[
+    Path,
+    Parameter(name="--secure", help="Directory of credentials, as `launch bus --secure` was given it."),
+]
+Role = Annotated[str, Parameter(help="Role: operator, storage, learner, actor, judge or watcher.")]
 
 
 @keys.command(name="rotate", usage="Usage: launch keys rotate ROLE --secure DIR --run RUN")
-def rotate_command(role: str, /, *, secure: Directory, run_name: RunName = "default") -> None:
+def rotate_command(role: Role, /, *, secure: Directory, run_name: RunName = "default") -> None:
     """Make another key for a role. The one before is let in, too, until `launch keys revoke`.
 
     It is run on the host of `launch bus`, which takes the new key over at once. Copy the role's new file over
     the old one on each host that uses it: its processes read it within seconds.
-
-    Parameters
-    ----------
-    role
-        Role: operator, storage, learner, actor, judge or watcher.
-    secure
-        Directory of credentials, as `launch bus --secure` was given it.
     """
     _change(secure, run_name, role, revoke=False)
 
 
 @keys.command(name="revoke", usage="Usage: launch keys revoke ROLE --secure DIR --run RUN")
-def revoke_command(role: str, /, *, secure: Directory, run_name: RunName = "default") -> None:
+def revoke_command(role: Role, /, *, secure: Directory, run_name: RunName = "default") -> None:
     """Let in a role by its newest key alone. A role that has a single key gets another one instead of it.
 
     `launch bus` ends the connections of the others at once, and no process of the run acts any more on what
     they have signed. Processes with an old file come back when the newest one is copied over it.
-
-    Parameters
-    ----------
-    role
-        Role: operator, storage, learner, actor, judge or watcher.
-    secure
-        Directory of credentials, as `launch bus --secure` was given it.
     """
     _change(secure, run_name, role, revoke=True)
 

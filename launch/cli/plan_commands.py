@@ -60,18 +60,6 @@ def plan(  # noqa: PLR0913 - each is a flag
 
     Parameters
     ----------
-    preset_name
-        Settings that come with Sluice, as `launch local` takes them.
-    recipe_name
-        Settings with a published model, which is fetched, as `launch local` takes them.
-    config
-        TOML or JSON file of the run's settings; of several --config the last wins.
-    prompts
-        Training prompts, as `launch local` takes them.
-    reward
-        Reward, as `launch local` takes it.
-    agent
-        Command of an agent, as `launch local` takes it.
     gpus
         Number of GPUs of all hosts: the learner's ranks have one each, and engines the rest.
     gpu

@@ -159,8 +159,6 @@ def learner(  # noqa: PLR0913 - each is a flag
     from_checkpoint
         Directory of the checkpoint that the shadow starts from; without it the shadow starts from the initial
         model.
-    plugins_from
-        Directory of modules that the run may import on this host, and no others; may be given several times.
     insecure
         Import what the run names although everybody who reaches the bus can define a run: for a network that
         is yours alone.
@@ -221,7 +219,13 @@ def actors(  # noqa: PLR0913 - each is a flag
     bus: RunBusUrl = None,
     creds: CredsFile = None,
     reward: RewardName = None,
-    agent: AgentCommand = None,
+    agent: Annotated[
+        AgentCommand,
+        Parameter(
+            help="Command of a program that is run for each episode, and asks the policy as it would ask "
+            "OpenAI's or Anthropic's servers. It posts its reward, unless --reward computes it."
+        ),
+    ] = None,
     environment: EnvironmentName = None,
     plugins_from: PluginsFrom = None,
     engine_python: EnginePython = None,
@@ -235,15 +239,6 @@ def actors(  # noqa: PLR0913 - each is a flag
 
     Parameters
     ----------
-    reward
-        Built-in reward, or yours: my_pkg.my_module:function.
-    agent
-        Command of a program that is run for each episode, and asks the policy as it would ask OpenAI's or
-        Anthropic's servers. It posts its reward, unless --reward computes it.
-    plugins_from
-        Directory of modules that the run may import on this host, and no others; may be given several times.
-    engine_python
-        Interpreter that SGLang's servers run with on this host, whatever the run names.
     insecure
         Import and run what the run names although everybody who reaches the bus can define a run: for a
         network that is yours alone.
@@ -271,7 +266,13 @@ def gateway(  # noqa: PLR0913 - each is a flag
     port: GatewayPort = None,
     certificate: Certificate = None,
     certificate_key: CertificateKey = None,
-    reward: RewardName = None,
+    reward: Annotated[
+        RewardName,
+        Parameter(
+            help="Reward that is computed from the policy's last answer, instead of the one that each "
+            "client posts."
+        ),
+    ] = None,
     show_token: ShowToken = False,
     plugins_from: PluginsFrom = None,
     engine_python: EnginePython = None,
@@ -290,18 +291,6 @@ def gateway(  # noqa: PLR0913 - each is a flag
         Address to listen at, 127.0.0.1 without it; one beyond loopback wants credentials and a certificate.
     port
         Port to listen at; without it any that is free.
-    certificate
-        Server's certificate with its chain, as PEM.
-    certificate_key
-        Private key of the certificate, as PEM.
-    reward
-        Reward that is computed from the policy's last answer, instead of the one that each client posts.
-    show_token
-        Print the token that clients give on a bus with credentials, and end.
-    plugins_from
-        Directory of modules that the run may import on this host, and no others; may be given several times.
-    engine_python
-        Interpreter that SGLang's servers run with on this host, whatever the run names.
     insecure
         Do what the run names although everybody who reaches the bus can define a run, and listen beyond
         loopback without credentials: for a network that is yours alone.

@@ -155,8 +155,6 @@ def remove_command(
 
     Parameters
     ----------
-    bus
-        NATS server, as nats://[user:password@]host:port.
     yes
         Remove it. It cannot be brought back.
     """

@@ -55,7 +55,7 @@ def local(  # noqa: PLR0913 - each is a flag
     preset_name: PresetName = None,
     recipe_name: RecipeName = None,
     config: ConfigFiles = None,
-    bus: BusUrl = None,
+    bus: Annotated[BusUrl, Parameter(help="NATS server, as nats://host:4222; else one is started.")] = None,
     creds: CredsFile = None,
     prompts: Prompts = None,
     from_run: SourceRun = None,
@@ -76,27 +76,12 @@ def local(  # noqa: PLR0913 - each is a flag
 
     Parameters
     ----------
-    preset_name
-        Settings that come with Sluice: sort, addition, count, product, python, retool, repair, search, mcp,
-        guess, nim, duel, panel, agent, debate, load.
-    recipe_name
-        A published model with prompts: sums, calculator, instructions, reasoning, agent.
-    config
-        Files of settings, TOML or JSON; the last one wins.
-    bus
-        NATS server, as nats://host:4222; else one is started.
     from_run
         RUN[@STEP]: begin with the weights of that checkpoint.
-    prompts
-        Training prompts: .jsonl, .parquet or hf://...
     sft
         File of demonstrations, which alone are trained on.
     pairs
         File of pairs of answers, on which DPO alone trains.
-    reward
-        Built-in reward, or yours: my_pkg.my_module:function.
-    agent
-        Command of a program that is run for each episode.
     """
     log_as(log, "local", level="warning")
     external = None if environment is None else external_environment(environment)
@@ -149,18 +134,6 @@ def try_(  # noqa: PLR0913 - each is a flag
 
     Parameters
     ----------
-    preset_name
-        Settings that come with Sluice, as `launch local` takes them.
-    recipe_name
-        Settings with a published model and its prompts, as `launch local` takes them.
-    config
-        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
-    prompts
-        Training prompts: .jsonl, .parquet or hf://...
-    reward
-        Built-in reward, or yours: my_pkg.my_module:function.
-    agent
-        Command of an agent, as `launch local` takes it.
     count
         Number of prompts, from the first.
     """
@@ -194,17 +167,6 @@ def storage(  # noqa: PLR0913 - each is a flag
 
     Parameters
     ----------
-    preset_name
-        Settings that come with Sluice: sort, addition, count, product, python, retool, repair, search, mcp,
-        guess, nim, duel, panel, agent, debate, load.
-    config
-        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
-    bus
-        NATS server, as nats://[user:password@]host:port.
-    prompts
-        Training prompts: .jsonl, .parquet or hf://...
-    reward
-        Built-in reward, or yours: my_pkg.my_module:function.
     summary
         Draw curves.png and write summary.json when the learner is done, and when storage ends.
     """

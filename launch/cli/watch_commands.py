@@ -104,12 +104,6 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
         Address to listen at.
     port
         Port to listen at; 0 takes any that is free.
-    certificate
-        File of the TLS certificate, PEM.
-    certificate_key
-        File of its key, PEM.
-    show_token
-        Print the token that readers show, and end.
     insecure
         Allow readers beyond this host without TLS.
     """
