@@ -13,7 +13,7 @@ from launch.api.given import GivenFiles
 from launch.api.run import Run
 from launch.run_view.recorded_runs import find_run, going_on, supervisor_of
 from launch.settings.environment_variables import run_variables, without_setting_variables
-from launch.settings.run_config import resolve
+from launch.settings.run_config import resolve, validate
 from launch.settings.short_forms import short_sources, sources_of
 from launch.settings.sources import Source, merged
 from storage.disk.run_directory import RunDirectory
@@ -51,24 +51,25 @@ def start(
 
     Raises `ConfigError` for settings that cannot work, and for a run of this name that goes on already."""
     files = [Path(file) for file in ([config] if isinstance(config, str | Path) else config)]
-    below = sources_of(preset, files, [*run_variables(), *short_sources(agent=agent)], settings)
-    place = resolve({name: value for name, value in merged(below).items() if name in ("run", "directory")})
+    sources = sources_of(preset, files, run_variables(), settings)
+    place = validate({name: value for name, value in merged(sources).items() if name in ("run", "directory")})
     run = RunDirectory(place.directory.absolute(), place.run)
-    path = place.directory.absolute() / place.run
-    given = GivenFiles(path)
+    given = GivenFiles(run.path)
     if prompts is not None and not isinstance(prompts, str | Path):
         prompts = given.prompts(prompts)
-    if environment is not None:
-        named = environment if isinstance(environment, str) else given.named(environment)
-        settings = merged([Source("", settings), Source("", _environment(named))])
-    short = short_sources(
+    # below what is given by section, which comes last
+    sources[-1:-1] = short_sources(
         prompts=None if prompts is None else Path(prompts), agent=agent,
         reward=given.named(reward) if callable(reward) else reward,
     )  # fmt: skip
-    layer = merged(sources_of(preset, files, [*run_variables(), *short], settings))
+    if environment is not None:
+        named = environment if isinstance(environment, str) else given.named(environment)
+        own = {"type": "plugin", "environment": named}
+        sources.append(Source("environment", {"actors": {"environment": own}}))
+    layer = merged(sources)
     resolve(layer)
-    if holder := supervisor_of(path):  # before its start.json is written over
-        raise going_on(path, holder, "take it by launch.attach")
+    if holder := supervisor_of(run.path):  # before its start.json is written over
+        raise going_on(run.path, holder, "take it by launch.attach")
     settings_file = run.path / SETTINGS_FILE
     url = layer.get("bus", {}).pop("url", None)  # it may hold a password: no file and no argument has it
     run.write_json(settings_file, to_jsonable_python(layer))
@@ -82,10 +83,6 @@ def start(
     if (failure := process.failure()) is not None:
         raise failure
     return Run(run, process)
-
-
-def _environment(named: str) -> dict[str, Any]:
-    return {"actors": {"environment": {"type": "plugin", "environment": named}}}
 
 
 def attach(run: str, *, directory: Path | str = "runs") -> Run:

@@ -46,10 +46,10 @@ class Question:
 
     gpu: Gpu
     gpus: int
-    """Of all hosts together."""
+    """Number of GPUs of all hosts together."""
     prompt_tokens: int
     answer_tokens: int
-    """Mean of an answer."""
+    """Mean length of an answer."""
 
     @property
     def room(self) -> float:
@@ -219,7 +219,8 @@ def fitting(config: RunConfig, model: Model, asked: Question) -> tuple[str, ...]
 
 
 def run_hf_config(config: RunConfig) -> PretrainedConfig:
-    """Return it, by the directory of --model.path or as the scratch model has it. Nothing is fetched.
+    """Return the model's config.json, of the directory --model.path or as the scratch model has it. Nothing
+    is fetched.
 
     Raises `ConfigError` where there is no readable config.json on this host."""
     if config.model.path is None:

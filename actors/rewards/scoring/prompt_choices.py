@@ -8,6 +8,7 @@ from actors.rewards.builtin.math_answer import wanted_expression
 from actors.rewards.builtin.reasoning_gym import entry_of
 from actors.rewards.builtin.registry import REWARDS
 from actors.rewards.code.given_tests import BadTestsError, read_tests
+from actors.rewards.scoring.answer_scoring import answer_to
 from actors.rewards.scoring.scorers import CHOICE, refused_choice
 from actors.settings.rewards import RewardConfig
 from bus.messages import Prompt
@@ -46,13 +47,4 @@ def refused_reward(prompt: Prompt, config: RewardConfig) -> str | None:
 
 def answer_of_nobody(prompt: Prompt, text: str, *, task_id: str) -> Answer:
     """Return an answer to a prompt that no policy gave."""
-    task = Task.of(prompt, task_id)
-    return Answer(
-        task_id=task.task_id,
-        messages=task.messages,
-        text=text,
-        finish_reason="stop",
-        label=task.label,
-        metadata=task.metadata,
-        tools=task.tools,
-    )
+    return answer_to(Task.of(prompt, task_id), text, "stop", token_count=0)

@@ -9,6 +9,7 @@ import numpy as np
 from actors.episodes.task import Answer, Task
 from actors.policy.chat_format import ChatFormat
 from actors.rewards.base import RewardError, Scored
+from actors.rewards.scoring.answer_scoring import answer_to
 from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt
@@ -104,13 +105,5 @@ def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answe
             "data.shuffle, the seed or the tokenizer have changed since; give them as they were"
         )
     token_ids = trajectory.token_ids[begin:end].tolist()
-    return Answer(
-        task_id=name,
-        messages=task.messages,
-        text=chat.decode(token_ids),
-        finish_reason=trajectory.finish_reason,
-        label=prompt.label,
-        metadata=prompt.metadata,
-        token_count=len(token_ids),
-        tools=task.tools,
-    )
+    text = chat.decode(token_ids)
+    return answer_to(task, text, trajectory.finish_reason, token_count=len(token_ids))
