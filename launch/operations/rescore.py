@@ -1,8 +1,8 @@
 """`launch rescore`: scores trajectories of a run by another reward, without a bus."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from bus.process.work_progress import long_work
 from bus.trajectory import Trajectory
 from launch.model_files.model_directory import model_of_run
 from launch.run_view.run_files import recorded_config
+from launch.trajectories.stored_groups import open_stores
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import facts_of, leases_of_steps
@@ -116,7 +117,7 @@ async def run_rescore(
     scoring = EnvironmentRewards(config.actors, reward)  # a wrong name shows before torch is loaded
     async with AsyncExitStack() as open_parts:
         open_parts.push_async_callback(scoring.close)
-        stores = open_parts.enter_context(_stores(run, config.replay.shards))
+        stores = open_parts.enter_context(open_stores(run, config.replay.shards))
         leases, skipped = _leases(run, stores, interval)
         from actors.rewards.scoring.rescoring import Rescored
 
@@ -150,14 +151,6 @@ async def run_rescore(
         failures=tuple(found.failures[:SHOWN_FAILURES]),
         comparison=compare(scores),
     )
-
-
-@contextmanager
-def _stores(run: RunDirectory, shards: int) -> Iterator[list[ReplayStore]]:
-    """Open every shard for reading; a storage that writes them may go on."""
-    with ExitStack() as stack:
-        opened = (ReplayStore.open(run.replay(n), writable=False) for n in range(shards))
-        yield [stack.enter_context(closing(store)) for store in opened]
 
 
 def _leases(run: RunDirectory, stores: Sequence[ReplayStore], interval: Interval) -> tuple[list[int], int]:

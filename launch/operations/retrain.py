@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from bus.trajectory import Trajectory
 from launch.run_view.run_files import recorded_config
 from launch.services.learner import learner_settings
 from launch.settings.run_config import RunConfig, resolve
+from launch.trajectories.stored_groups import open_stores
 from storage.client.score_tables import load_scores, scores_path
 from storage.disk.run_directory import RunDirectory
 from storage.store.archive import restore
@@ -146,12 +147,8 @@ def as_then(
     initial = prepare(settings, demonstrations)
     init_world()
     try:
-        with ExitStack() as stack:
-            yield (
-                settings,
-                initial,
-                [stack.enter_context(closing(_shard(run, n))) for n in range(config.replay.shards)],
-            )
+        with open_stores(run, config.replay.shards) as stores:
+            yield settings, initial, stores
     finally:
         close_world()
 
@@ -202,13 +199,6 @@ def restore_run(run: RunDirectory, archive: str | None) -> list[str]:
         names = restore(directory, f"{archive.rstrip('/')}/{run.name}")
         found += [str(directory / name) for name in names]
     return found
-
-
-def _shard(run: RunDirectory, number: int) -> ReplayStore:
-    directory = run.replay(number)
-    if not any(directory.iterdir()):
-        raise ConfigError(f"{directory} is empty: bring the replay of the run's storage host here")
-    return ReplayStore.open(directory, writable=False)
 
 
 def _differences(before: Mapping[str, Json], after: Mapping[str, Json]) -> dict[str, Json]:

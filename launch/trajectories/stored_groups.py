@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -54,7 +55,7 @@ class GroupReader:
 @contextmanager
 def stored_groups(run: RunDirectory) -> Iterator[GroupReader]:
     """Open the stores of every shard. Raises `ConfigError` where shards are on other hosts."""
-    with closing(GroupReader(partial(_stores, run))) as groups:
+    with closing(GroupReader(partial(open_stores, run, recorded_config(run).replay.shards))) as groups:
         groups.open()
         yield groups
 
@@ -63,16 +64,20 @@ def has_stores(run: RunDirectory) -> bool:
     """Return whether the stores of all shards are in the directory of a run."""
     if not run.exists or not run.config.exists():
         return False
-    shards = recorded_config(run).replay.shards
-    return all((run.path / "replay" / f"shard_{number:02d}").is_dir() for number in range(shards))
+    return all(path.is_dir() for path in _paths(run, recorded_config(run).replay.shards))
+
+
+def _paths(run: RunDirectory, shards: int) -> list[Path]:
+    return [run.path / "replay" / f"shard_{number:02d}" for number in range(shards)]
 
 
 @contextmanager
-def _stores(run: RunDirectory) -> Iterator[list[ReplayStore]]:
-    shards = recorded_config(run).replay.shards
-    paths = [run.path / "replay" / f"shard_{number:02d}" for number in range(shards)]
-    if missing := [path for path in paths if not path.is_dir()]:
-        raise ConfigError(f"{missing[0]} is missing: its shard is on another host")
+def open_stores(run: RunDirectory, shards: int) -> Iterator[list[ReplayStore]]:
+    """Open the store of every shard for reading; a storage that writes them may go on. Raises `ConfigError`
+    where shards are on other hosts."""
+    paths = _paths(run, shards)
+    if missing := [path for path in paths if not path.is_dir() or not any(path.iterdir())]:
+        raise ConfigError(f"{missing[0]} is missing or empty: its shard is on another host, copy it here")
     with ExitStack() as stack:
         opened = (ReplayStore.open(path, writable=False) for path in paths)
         yield [stack.enter_context(closing(store)) for store in opened]
