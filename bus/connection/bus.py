@@ -324,6 +324,12 @@ class Bus:
                 return _message(key, entry, expected)
             await asyncio.sleep(RETRY_S)
 
+    async def get_written(self, key: str, expected: type[R]) -> tuple[R, float] | None:
+        """Return the message under `key` and when it was stored by the server's clock, or None."""
+        entry = await self.patiently(lambda: self._keys.read(key), f"reading {key!r}")
+        found = _message(key, entry, expected)
+        return None if found is None else (found[0], entry.written_s)
+
     async def _get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
         return _message(key, await self._keys.read(key), expected)
 

@@ -5,14 +5,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from typing import TYPE_CHECKING
 
 import nats.errors
 import structlog
 from nats.js.client import JetStreamContext
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
-from nats.js.kv import KeyValue
+from nats.js.errors import KeyWrongLastSequenceError, NotFoundError
+from nats.js.kv import KV_OP, KeyValue
 
 from bus.errors import BusError, UnknownKeyError, UnsignedError
 from bus.security.record_rules import ROLE_KEYS
@@ -41,6 +42,8 @@ class Entry:
     """The message; None where there is none, or it was set aside."""
     revision: int
     """Revision of what lies there, whatever it is; 0 where nothing does."""
+    written_s: float = nan
+    """Time of the server's clock at which it stored that revision, in seconds since the epoch."""
     set_aside: bool = False
     """Whether something lies there that must not be acted on."""
 
@@ -67,22 +70,22 @@ class KeyBucket:
 
     async def read(self, key: str) -> Entry:
         """Return what lies under `key`."""
-        data, revision = await self._read(key)
-        if data is None or self._signatures is None:
-            return Entry(data, revision)
+        entry = await self._read(key)
+        if entry.content is None or self._signatures is None:
+            return entry
         try:
-            return Entry(await self._opened(key, data) or None, revision)
+            return replace(entry, content=await self._opened(key, entry.content) or None)
         except UnsignedError:
-            data, again = await self._read(key)  # a notice of the next version may have overtaken the answer
-        if data is None:
-            return Entry(None, again)
+            entry = await self._read(key)  # a notice of the next version may have overtaken the answer
+        if entry.content is None:
+            return entry
         try:
-            return Entry(await self._opened(key, data) or None, again)
+            return replace(entry, content=await self._opened(key, entry.content) or None)
         except UnsignedError as error:
-            if self._set_aside.get(key) != again:
-                self._set_aside[key] = again
+            if self._set_aside.get(key) != entry.revision:
+                self._set_aside[key] = entry.revision
                 self._signatures.note(key, str(error))
-            return Entry(None, again, set_aside=True)
+            return replace(entry, content=None, set_aside=True)
 
     async def write(self, key: str, content: bytes) -> None:
         """Set `key`."""
@@ -168,11 +171,11 @@ class KeyBucket:
         """Take over the list of the roles' keys from the bus, or put it there if the bus lacks the newest."""
         signatures, self._looked_s = self._signatures, time.monotonic()
         assert signatures is not None
-        data, revision = await self._read(ROLE_KEYS)
-        if data is not None and signatures.adopt(data):
+        entry = await self._read(ROLE_KEYS)
+        if entry.content is not None and signatures.adopt(entry.content):
             return
-        if data is not None and self._set_aside.get(ROLE_KEYS) != revision:
-            self._set_aside[ROLE_KEYS] = revision
+        if entry.content is not None and self._set_aside.get(ROLE_KEYS) != entry.revision:
+            self._set_aside[ROLE_KEYS] = entry.revision
             signatures.note(ROLE_KEYS, "it is older than the list here, or not signed by the run")
         if signatures.role in KEEPERS:
             try:
@@ -212,15 +215,18 @@ class KeyBucket:
 
     # --- bytes ---
 
-    async def _read(self, key: str) -> tuple[bytes | None, int]:
-        """Return the bytes under a key, and their revision."""
+    async def _read(self, key: str) -> Entry:
+        """Return the bytes under a key. An entry of nats-py's bucket would lack the time."""
+        bucket = self._topology.bucket
         try:
-            entry = await (await self._open()).get(key)
-        except (KeyNotFoundError, NotFoundError):
-            return None, 0
+            found = await self._js.get_msg(f"KV_{bucket}", subject=f"$KV.{bucket}.{key}")
+        except NotFoundError:
+            return Entry(None, 0)
         except nats.errors.Error as error:
             raise BusError(f"cannot read {key!r} from the bus: {error}") from error
-        return entry.value or b"", entry.revision or 0
+        if KV_OP in (found.headers or {}):  # the mark of a key that was removed
+            return Entry(None, 0)
+        return Entry(found.data or b"", found.seq, written_s=found.time.timestamp())
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:

@@ -26,7 +26,7 @@ def flow(state: RunState) -> list[Json]:
         _actors(state, found),
         _store(state, found),
         _learner(state, found),
-        _weights(found),
+        _weights(state, found),
     ]
 
 
@@ -81,9 +81,9 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
         condition,
         doing if actors else "no actor was heard",
         [
-            (str(len(actors)), "actor" if len(actors) == 1 else "actors"),
-            (count(running), "requests run in engines"),
-            (count(queued), "requests queue for a slot"),
+            (str(len(actors)), "actor was heard" if len(actors) == 1 else "actors were heard"),
+            (count(running) if actors else UNKNOWN, "requests run in engines"),
+            (count(queued) if actors else UNKNOWN, "requests queue for a slot"),
             *engine_texts([one.values for one in actors]),
         ],
         out=_per_s(found, "generated_tokens_per_minute", "tokens/s sampled"),
@@ -94,11 +94,12 @@ def _store(state: RunState, found: Mapping[str, Json]) -> Json:
     values, stream = state.monitor.values("storage"), state.streams.get("TRAJECTORIES")
     pending = UNKNOWN if stream is None else count(stream.state.messages)
     full = any(full_streams(state))
+    doing = "storing what arrives" if "storage" in state.statuses else _doing(state, "storage")
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
     return _place(
         "Replay store",
         "trouble" if full else _condition(state, "storage"),
-        "a stream to it is full" if full else "storing what arrives",
+        "a stream to it is full" if full else doing,
         [(pending, "results on the bus"), (_count(values, "rejected"), "groups rejected")],
         ("complete groups, of what a step needs", integer(values, "stored"), wanted) if values else None,
         out=_per_s(found, "trained_tokens_per_minute", "tokens/s trained"),
@@ -116,6 +117,8 @@ def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
             (duration(last.step_s), "the last step took"),
             (duration(last.waiting_s), "of which it waited"),
         ]
+    if state.trained_s is not None:
+        figures.append((duration(max(0, round(state.asked_s - state.trained_s))), "since the newest step"))
     return _place(
         "Learner",
         _condition(state, "learner"),
@@ -125,11 +128,16 @@ def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
     )
 
 
-def _weights(found: Mapping[str, Json]) -> Json:
+def _weights(state: RunState, found: Mapping[str, Json]) -> Json:
     versions, staleness = _table(found, "versions"), _table(found, "staleness")
     published, oldest = versions.get("published"), versions.get("oldest_in_use")
-    doing = "nothing is published yet"
-    if published is not None:
+    unheard = not state.of_role("actor") and (state.config is None or state.config.has_rollouts)
+    doing = (
+        "no actor was heard: which weights engines have is not known"
+        if unheard
+        else "nothing is published yet"
+    )
+    if published is not None and not unheard:
         lag = number(versions, "published") - number(versions, "oldest_in_use")
         behind = f"the oldest is {lag:.0f} {'version' if lag == 1 else 'versions'} behind"
         doing = "no engine has weights yet" if oldest is None else behind if lag else "every engine has them"
@@ -137,7 +145,7 @@ def _weights(found: Mapping[str, Json]) -> Json:
     label = "staleness of the last step, of what is allowed"
     return _place(
         "Weights",
-        "silent" if published is None else "works",
+        "silent" if published is None or unheard else "works",
         doing,
         [(_version(published), "published"), (_version(oldest), "oldest in an engine")],
         None if last is None else (label, integer(staleness, "last_step"), integer(staleness, "bound")),
@@ -156,7 +164,8 @@ def _condition(state: RunState, source: str) -> Condition:
 def _doing(state: RunState, source: str, *, whole: bool = True) -> str:
     status: Status | None = state.statuses.get(source)
     if status is None:
-        return f"{source} was not heard"
+        since = state.silent_since("dispatcher" if source == "storage" else source)
+        return f"{source} was not heard{since and f', {since}'}"
     return status.text if whole else status.doing
 
 

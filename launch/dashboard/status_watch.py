@@ -12,6 +12,7 @@ from bus.waiting import cancelled
 from launch.dashboard.flow import flow
 from launch.dashboard.metrics_source import Locate
 from launch.run_view.run_status import RunState, look_at_run
+from launch.run_view.units import since
 from launch.screens.status_report import report
 from storage.disk.file_errors import lack_of_room
 
@@ -20,6 +21,8 @@ PERIOD_S = 2.0
 """Time between two looks; one takes about two seconds."""
 AWAY_PERIOD_S = 5.0
 """The same while nothing answers."""
+OLD_S = 20.0
+"""Age from which answers are not shown: nobody looked meanwhile, and they are asked for anew."""
 
 
 class StatusWatch:
@@ -32,8 +35,10 @@ class StatusWatch:
         self._asked_s = -AWAY_PERIOD_S
         self._state: RunState | None = None
         self._problem = ""
+        self._answered_s: float | None = None
+        """Time of the latest answers, in seconds since the epoch."""
         self.revision = 0
-        """Number of answers so far."""
+        """Number of answers so far, without old ones."""
 
     def look(self) -> None:
         """Begin to ask, unless that goes on or was done just now. Raises what a question failed by."""
@@ -41,7 +46,10 @@ class StatusWatch:
             asking, self._asking = self._asking, None  # first: one that failed must not end all later ones
             asking.result()
         period_s = PERIOD_S if self._state is not None else AWAY_PERIOD_S
-        if self._asking is None and time.monotonic() - self._asked_s >= period_s:
+        age_s = time.monotonic() - self._asked_s
+        if self._asking is None and age_s >= OLD_S:
+            self._state, self._problem, self.revision = None, "", 0
+        if self._asking is None and age_s >= period_s:
             self._asking = asyncio.create_task(self._ask(), name=f"status of {self._run}")
 
     @property
@@ -60,10 +68,12 @@ class StatusWatch:
             where = self._locate(self._run)
             full = await asyncio.to_thread(lack_of_room, where.directory / where.run)
             self._state = await look_at_run(where, asyncio.Event())
-            self._problem = ""
+            self._problem, self._answered_s = "", time.time()
         except SluiceError as error:  # the run is over, or its bus is away: that is what the page says
             log.debug("run_does_not_answer", run=self._run, reason=str(error))
-            self._state, self._problem = None, "; ".join(filter(None, [full, str(error)]))
+            answered_s = self._answered_s
+            last = "" if answered_s is None else f"it answered last at {since(answered_s, time.time())}"
+            self._state, self._problem = None, "; ".join(filter(None, [full, str(error), last]))
         self._asked_s = time.monotonic()
         self.revision += 1
 

@@ -1,14 +1,13 @@
 """The bus as this host reaches it: whether it answers, how fast, and what its clock says."""
 
-import json
 import time
 from collections.abc import AsyncIterator
-from datetime import datetime
 
 import nats.errors
 
 from bus.config import without_credentials
 from bus.connection.bus import Bus
+from bus.connection.server_clock import server_clock
 from bus.errors import BusError, ConfigError
 from launch.doctor.findings import Finding, FindingLevel, brief
 from launch.settings.run_config import RunConfig
@@ -77,27 +76,19 @@ async def _look(bus: Bus, url: str) -> AsyncIterator[Finding]:
 
 async def _clock(bus: Bus) -> Finding:
     """Compare the clock of the bus with this host's, by the time at which it answers a question."""
-    begin = time.time()
-    subject = f"{bus.js_api}.STREAM.INFO.KV_{bus.topology.bucket}"
     try:
-        answer = json.loads((await bus.client.request(subject, b"", timeout=ANSWER_S)).data)
-    except (TimeoutError, nats.errors.Error, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        return Finding(
-            "clock", "error", f"JetStream of the bus does not answer ({reason})",
-            "start that nats-server with JetStream, or use `launch bus`",
-        )  # fmt: skip
-    end = time.time()
-    if "ts" not in answer:
+        clock = await server_clock(bus, ANSWER_S)
+    except BusError as error:
+        remedy = "start that nats-server with JetStream, or use `launch bus`"
+        return Finding("clock", "error", str(error), remedy)
+    if clock is None:
         run = bus.topology.run
         return Finding(
             "clock", "ok", f"not compared: this bus has no run {run!r}, whose streams tell its time"
         )
-    ahead_s = datetime.fromisoformat(answer["ts"]).timestamp() - (begin + end) / 2
-    uncertain_s = (end - begin) / 2
-    direction = "ahead" if ahead_s > 0 else "behind"
-    said = f"that of the bus is {abs(ahead_s):.3f} s {direction}, +- {uncertain_s:.3f} s"
-    if abs(ahead_s) - uncertain_s > CLOCK_S:
+    direction = "ahead" if clock.ahead_s > 0 else "behind"
+    said = f"that of the bus is {abs(clock.ahead_s):.3f} s {direction}, +- {clock.uncertain_s:.3f} s"
+    if abs(clock.ahead_s) - clock.uncertain_s > CLOCK_S:
         return Finding(
             "clock", "warning", said,
             "synchronise the clocks of both hosts (chrony, systemd-timesyncd): times on screens are wrong",

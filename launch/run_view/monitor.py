@@ -105,6 +105,8 @@ class RunMonitor:
         """Largest sum of the peaks of processes that ran together; they never used more at one moment."""
         self.full_disk = ""
         """What is wrong with the disk of the run, if it is full."""
+        self.newest_step_s: float | None = None
+        """Time at which the bus got the figures of a step last, by its clock."""
         self.ended_pids: frozenset[int] = frozenset()
         """Process ids of parts of this launch that have ended with status 0."""
         self._clock = clock
@@ -164,7 +166,9 @@ class RunMonitor:
         return self.processes[source].heard_s
 
     def on_event(self, event: Metrics | EvaluationResult, time_s: float) -> None:
-        """Add to the history a step, or an evaluation that came at `time_s`."""
+        """Add to the history a step or an evaluation, which the bus got at `time_s`."""
+        if isinstance(event, Metrics):
+            self.newest_step_s = time_s
         latest = integer(self.values("learner"), "policy_version")
         self.history.add(
             event_record(event, trains_from=self.trains_from, time_s=time_s, learner_version=latest)

@@ -12,12 +12,14 @@ from nats.js.api import ConsumerInfo, StreamInfo
 from nats.js.errors import NotFoundError
 
 from bus.connection import Bus
+from bus.connection.server_clock import server_clock
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError
 from bus.messages import PolicyManifest, RoleHolder, RunRecord, Status
 from bus.requests import NOTHING_AFTER, StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.streams.stream_reader import StreamPosition, StreamReader
 from launch.run_view.monitor import RunMonitor, RunSettings, take_events
 from launch.run_view.run_files import Waiting
+from launch.run_view.units import since
 from launch.settings.run_config import RunConfig, validate
 from storage.disk.file_errors import lack_of_room
 from storage.metrics.records import integer
@@ -52,6 +54,11 @@ class RunState:
     """Whether the bus said who holds the roles."""
     renewed: set[str] = field(default_factory=set)
     """Roles that their holder renewed meanwhile."""
+    renewed_s: dict[str, float] = field(default_factory=dict)
+    """Time at which each role was renewed last, in seconds since the epoch by this host's clock, as are all
+    times here. The bus tells it by its own clock."""
+    clock_ahead_s: float = 0.0
+    """Seconds by which the bus's clock is ahead of this host's."""
     dispatcher: StepGroups | None = None
     shards: set[int] = field(default_factory=set)
     """Shards that answered."""
@@ -62,6 +69,23 @@ class RunState:
     """Questions that the bus itself did not answer."""
     full_disk: str = ""
     """What is wrong with the disk of the run's directory, where that is on this host and full."""
+
+    def silent_since(self, role: str) -> str:
+        """Return since when a role was not renewed, in words; nothing where that is not known."""
+        return f"silent since {since(self.renewed_s[role], self.asked_s)}" if role in self.renewed_s else ""
+
+    @property
+    def trained_s(self) -> float | None:
+        """Return when the bus got the figures of the newest step."""
+        newest_s = self.monitor.newest_step_s
+        return None if newest_s is None else newest_s - self.clock_ahead_s
+
+    @property
+    def leased_s(self) -> float | None:
+        """Return when an actor took a lease last."""
+        rollout = self.consumers.get("TASKS/rollout")
+        taken = None if rollout is None or rollout.delivered is None else rollout.delivered.last_active
+        return None if taken is None else taken.timestamp() - self.clock_ahead_s
 
     @property
     def run(self) -> str:
@@ -151,6 +175,7 @@ class _Questions:
         if before is not None and after is not None:
             state.holders = {role: holder for role, (holder, _) in after.items()}
             state.renewed = {role for role, found in after.items() if found != before.get(role)}
+            state.renewed_s = {role: at_s - state.clock_ahead_s for role, (_, at_s) in after.items()}
         await heard.unsubscribe()
         if bus.client.refusal:
             raise ConfigError(f"{bus.client.refusal}: name the credentials of a watcher with --creds")
@@ -171,16 +196,17 @@ class _Questions:
 
     async def _refuse_missing(self) -> None:
         """Raise `ConfigError` for a run that this bus has never heard of."""
-        try:
-            await self._bus.js.stream_info(f"KV_{self._bus.topology.bucket}")
-        except NotFoundError as error:
+        clock = await server_clock(self._bus, FIRST_S)
+        if clock is None:
             raise ConfigError(
                 f"this bus has no run {self._state.run!r}: name another with --run, or its bus with --bus"
-            ) from error
+            )
+        self._state.clock_ahead_s = clock.ahead_s
 
-    async def _roles(self) -> dict[str, tuple[RoleHolder, int]]:
+    async def _roles(self) -> dict[str, tuple[RoleHolder, float]]:
+        """Return the holder of each role, and when it was renewed last by the bus's clock."""
         names = await self._bus.keys("role")
-        found = await asyncio.gather(*(self._bus.get(name, RoleHolder) for name in names))
+        found = await asyncio.gather(*(self._bus.get_written(name, RoleHolder) for name in names))
         return {
             name.removeprefix("role."): holder
             for name, holder in zip(names, found, strict=True)

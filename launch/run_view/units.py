@@ -1,5 +1,6 @@
 """Numbers as a human reads them."""
 
+from datetime import datetime
 from math import isfinite
 
 UNKNOWN = "-"
@@ -46,3 +47,10 @@ def duration(value_s: float | None) -> str:
         return f"{minutes} min {seconds:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def since(time_s: float, now_s: float) -> str:
+    """Format when something was last so: 21:03:11 (47.0 s). Both are seconds since the epoch."""
+    return (
+        f"{datetime.fromtimestamp(time_s).astimezone():%H:%M:%S} ({duration(max(0, round(now_s - time_s)))})"
+    )

@@ -6,7 +6,7 @@ from bus.connection.roles import lives_here
 from bus.messages import RoleHolder, Status, stores_nothing
 from launch.run_view.run_status import LISTEN_S, RunState
 from launch.run_view.status_texts import holders_text
-from launch.run_view.units import duration
+from launch.run_view.units import duration, since
 from storage.metrics.records import integer
 
 FULL = 0.95
@@ -60,7 +60,7 @@ def _storage(state: RunState) -> Iterator[str]:
     if state.dispatcher is None and heard:
         yield f"the dispatcher did not answer within {LISTEN_S:g} s; storage says: {heard[0].text}"
     elif state.dispatcher is None:
-        yield _missing("storage", holder, state=state, renewed="dispatcher" in state.renewed)
+        yield _missing("storage", holder, state=state, role="dispatcher")
     elif state.config is None and state.settings_known:
         yield "storage has not announced the run yet"
     if state.config is None or (state.dispatcher is None and not heard):
@@ -73,7 +73,7 @@ def _storage(state: RunState) -> Iterator[str]:
 
 def _learner(state: RunState) -> Iterator[str]:
     if not state.of_role("learner") and "learner" not in state.renewed:
-        yield _missing("learner", state.holders.get("learner"), state=state, renewed=False)
+        yield _missing("learner", state.holders.get("learner"), state=state, role="learner")
 
 
 def _actors(state: RunState) -> Iterator[str]:
@@ -88,14 +88,17 @@ def _actors(state: RunState) -> Iterator[str]:
     if asking:
         yield f"no actor was heard within {LISTEN_S:g} s, but some ask the bus for leases: they are busy"
     else:
-        kept = f"; {held} leases are held by actors that are busy or gone" if held else ""
+        taken = (
+            "" if state.leased_s is None else f", none was taken since {since(state.leased_s, state.asked_s)}"
+        )
+        kept = f"; {held} leases are held by actors that are busy or gone{taken}" if held else ""
         yield (
             f"no actor was heard within {LISTEN_S:g} s{leases}{kept}: "
             f"if none runs, start one with `launch actors --run {state.run}`"
         )
 
 
-def _missing(name: str, holder: RoleHolder | None, *, state: RunState, renewed: bool) -> str:
+def _missing(name: str, holder: RoleHolder | None, *, state: RunState, role: str) -> str:
     if holder is None and not state.roles_known:
         return f"{name} was not heard within {LISTEN_S:g} s, and the bus did not say who holds its role"
     if holder is None:
@@ -103,13 +106,14 @@ def _missing(name: str, holder: RoleHolder | None, *, state: RunState, renewed: 
             f"no {name} holds its role: if none is starting, start one with `launch {name} --run {state.run}`"
         )
     where = f"process {holder.pid} on {holder.host}"
-    if renewed:
+    if role in state.renewed:
         return (
             f"{name} is starting or busy: {where} renews its role, and answered nothing within {LISTEN_S:g} s"
         )
     lives = lives_here(holder)
     known = "" if lives is None else ", and lives" if lives else ", and has ended"
-    return f"{name} was not heard within {LISTEN_S:g} s: {where} held its role last{known}"
+    silent = f", {text}" if (text := state.silent_since(role)) else ""
+    return f"{name} was not heard within {LISTEN_S:g} s: {where} held its role last{known}{silent}"
 
 
 def waits(state: RunState) -> list[str]:
@@ -126,24 +130,24 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
     if learner is None or not learner.waits:
         return
     step, storage = integer(learner.values, "step") + 1, state.monitor.values("storage")
-    since = "" if state.waiting is None else f", for {duration(state.asked_s - state.waiting.since_s)} now"
+    so_far = "" if state.waiting is None else f", for {duration(state.asked_s - state.waiting.since_s)} now"
     if learner.wait != "batch":
-        yield f"the learner, before step {step}: {learner.text}{since}"
+        yield f"the learner, before step {step}: {learner.text}{so_far}"
         return
     if state.dispatcher is None or state.full_disk:
         why = state.full_disk or f"storage did not answer within {LISTEN_S:g} s"
-        yield f"the learner waits for the groups of step {step}: {why}{since}"
+        yield f"the learner waits for the groups of step {step}: {why}{so_far}"
         return
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
     missing = wanted - integer(storage, "stored")
     if missing > 0 and storage:
         yield (
             f"the learner waits for {missing} more groups of step {step}: {_rolling_out(state)}, "
-            f"{integer(storage, 'rolling_out')} groups are out{_held(state)}{since}"
+            f"{integer(storage, 'rolling_out')} groups are out{_held(state)}{so_far}"
         )
     else:
         reason = learner.reason or "storage has not chosen them yet"
-        yield f"the learner waits for the groups of step {step}: {reason}{_held(state)}{since}"
+        yield f"the learner waits for the groups of step {step}: {reason}{_held(state)}{so_far}"
 
 
 def _rolling_out(state: RunState) -> str:

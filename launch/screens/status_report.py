@@ -14,7 +14,7 @@ from launch.run_view.status_texts import (
     engines_of,
     policy_text,
 )
-from launch.run_view.units import UNKNOWN, count, duration, size
+from launch.run_view.units import UNKNOWN, count, duration, since, size
 from launch.run_view.waiting_reasons import problems, waits
 from storage.metrics.records import integer, number
 
@@ -96,7 +96,7 @@ def _silent(state: RunState) -> Iterator[Report]:
                 "state": "busy" if renewed else "silent",
                 "host": holder.host,
                 "pid": holder.pid,
-                "since_s": None,
+                "since_s": None if renewed else state.renewed_s.get(role),
                 "doing": "renews its role, but sends no status" if renewed else "sends nothing",
                 "wait": None,
                 "revision": None,
@@ -157,11 +157,13 @@ def _rates(state: RunState) -> Report:
         per_minute = 60 * (len(steps) - 1) / seconds
         trajectories = 60 * sum(one.trajectories for one in steps[1:]) / seconds
     trained = number(learner, "trained_tokens_per_s")
+    generated = state.monitor.generated_tokens_per_s if state.of_role("actor") else None
     return {
         "steps_per_minute": per_minute,
         "trained_trajectories_per_minute": trajectories,
-        "generated_tokens_per_minute": 60 * state.monitor.generated_tokens_per_s,
+        "generated_tokens_per_minute": None if generated is None else 60 * generated,
         "trained_tokens_per_minute": 60 * trained if trained == trained else None,
+        "until_s": state.trained_s,
     }
 
 
@@ -221,6 +223,9 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
             f"{_rate(rates['steps_per_minute'])} steps, {_rate(rates['trained_trajectories_per_minute'])} "
             f"trajectories trained, tokens: {_rate(rates['generated_tokens_per_minute'])} generated, "
             f"{_rate(rates['trained_tokens_per_minute'])} trained"
+        )
+        + (
+            "" if rates["until_s"] is None else f"; newest step at {since(rates['until_s'], found['time_s'])}"
         ),
     )
     full = (f"{name} {_fill(stream)}" for name, stream in found["streams"].items())
@@ -267,6 +272,11 @@ def _rate(value: float | None) -> str:
 
 def _member_line(member: Mapping[str, Any], now_s: float) -> str:
     version = member["policy_version"]
-    since = "" if member["since_s"] is None else f" for {duration(max(0.0, now_s - member['since_s']))}"
-    at = f"{member['source']} {member['state']}{since} on {member['host']}, pid {member['pid']}"
+    began_s, so_far = member["since_s"], ""
+    if began_s is not None:
+        is_silent = member["state"] == "silent"
+        so_far = (
+            f" since {since(began_s, now_s)}" if is_silent else f" for {duration(max(0.0, now_s - began_s))}"
+        )
+    at = f"{member['source']} {member['state']}{so_far} on {member['host']}, pid {member['pid']}"
     return f"{at}{'' if version is None else f', version {version}'}: {member['doing']}"

@@ -51,7 +51,7 @@ def test_status_tells_a_whole_run_from_one_whose_parts_are_stopped(tmp_path: Pat
                 assert status == 1, said
                 silent = f"{name} was not heard within 1.3 s: process {process.pid} on"
                 assert silent in " ".join(said.split()), said
-                assert f"{role} silent on" in " ".join(said.split()), said
+                assert f"{role} silent since" in " ".join(said.split()), said
                 assert max(map(len, said.splitlines())) <= 80
                 assert took_s < 2 * LONGEST_S
             finally:

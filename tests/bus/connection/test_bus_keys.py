@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 from structlog.testing import capture_logs
@@ -10,6 +11,7 @@ from structlog.testing import capture_logs
 from bus import waiting
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.connection.server_clock import server_clock
 from bus.errors import BusAwayError, BusError
 from bus.messages import RunRecord
 from bus.requests import Done, Waiting
@@ -47,6 +49,25 @@ async def test_swap_succeeds_only_on_the_revision_that_was_read(bus: Bus):
     await bus.delete("k")
     assert await bus.swap("k", Waiting(reason="x"), second) is None
     assert await bus.swap("k", Waiting(reason="3"), 0) is not None
+
+
+@pytest.mark.nats
+async def test_a_key_tells_when_the_server_stored_it_last(bus: Bus):
+    clock = await server_clock(bus, 5.0)
+    assert clock is not None
+    assert abs(clock.ahead_s) <= clock.uncertain_s + 0.01, "both are on this host"
+    before_s = time.time()
+    revision = await bus.swap("k", Waiting(reason="1"), 0)
+    found = await bus.get_written("k", Waiting)
+    assert found is not None
+    assert found[0] == Waiting(reason="1")
+    assert before_s - 0.01 <= found[1] <= time.time() + 0.01
+    await bus.swap("k", Waiting(reason="1"), revision or 0)
+    again = await bus.get_written("k", Waiting)
+    assert again is not None
+    assert again[1] > found[1]
+    await bus.delete("k")
+    assert await bus.get_written("k", Waiting) is None
 
 
 @pytest.mark.nats

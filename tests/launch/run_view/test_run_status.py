@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from nats.js.api import ConsumerConfig, ConsumerInfo
+from nats.js.api import ConsumerConfig, ConsumerInfo, SequenceInfo
 
 from bus.codec import Json, Message, encode
 from bus.config import BusConfig
@@ -17,7 +19,7 @@ from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.connection.status import Activity, report_status
 from bus.errors import BusAwayError, ConfigError
-from bus.messages import Metrics, RunRecord, Status
+from bus.messages import Metrics, RoleHolder, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.server.nats_server import NatsServer
 from bus.streams.publish import Publisher
@@ -95,6 +97,7 @@ async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bu
     assert found["rates"]["steps_per_minute"] == 6
     assert found["rates"]["trained_trajectories_per_minute"] == 192
     assert found["rates"]["generated_tokens_per_minute"] == 60 * 2 * 4321
+    assert found["rates"]["until_s"] == pytest.approx(time.time(), abs=60), "when the bus got that step"
     assert found["staleness"] == {"last_step": 2, "worst": 3, "bound": 4}
     assert found["episodes"]["infra_failed_fraction"] == 0.03
     assert found["episodes"]["recent_ends"] == {"completed": 97, "timeout": 2, "engine_error": 1}
@@ -107,7 +110,13 @@ async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bu
     assert "episodes   3% failed of 100 recent: 2 timeout, 1 engine_error" in lines
 
 
-async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, where: RunConfig):
+async def test_what_answers_nothing_is_named_and_the_rest_is_told(
+    bus: Bus, where: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    now = time.time
+    monkeypatch.setattr(
+        time, "time", lambda: now() + 7200
+    )  # by this host's clock the bus is two hours behind
     await answer(bus, shards=(1,))
     async with speaking(bus, storage()), hold_role(bus, "learner", "a") as renewing:
         renewing.cancel()  # the process was stopped: its role is not renewed
@@ -117,7 +126,9 @@ async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, wher
     shard, silent, nobody = found["problems"]
     assert shard == "shard 0 did not answer within 1.3 s"
     assert silent.startswith("learner was not heard within 1.3 s: process ")
-    assert silent.endswith("held its role last, and lives")
+    assert re.search(r" held its role last, and lives, silent since [\d:]{8} \(\d{1,2}\.\d+ s\)$", silent), (
+        silent
+    )
     assert nobody.startswith("no actor was heard within 1.3 s, and 64 groups are to be rolled out: if none")
     assert [(member["source"], member["state"]) for member in found["members"]] == [
         ("storage", "alive"),
@@ -147,8 +158,30 @@ def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
     late = replace(state_of(storage()), dispatcher=groups_of_nothing(), settings_known=False)
     assert "storage has not announced the run yet" not in problems(late)
     assert "storage has not announced the run yet" in problems(replace(late, settings_known=True))
-    held = replace(rollout, num_waiting=0)
-    assert "2 leases are held" in problems(replace(state, consumers={"TASKS/rollout": held}))[-1]
+    taken = SequenceInfo(2, 2, last_active=datetime.fromtimestamp(970, UTC))
+    held = replace(rollout, num_waiting=0, delivered=taken)
+    late = replace(state, consumers={"TASKS/rollout": held}, asked_s=1000.0, clock_ahead_s=-10.0)
+    assert re.search(
+        r"; 2 leases are held by .* or gone, none was taken since [\d:]{8} \(20\.0 s\): if none",
+        problems(late)[-1],
+    )
+
+
+def test_a_silent_member_is_told_with_the_time_of_its_last_renewal():
+    silent = replace(
+        state_of(asked_s=1000.0),
+        holders={"shard-0": RoleHolder(incarnation="a", host="h", pid=7)},
+        renewed_s={"shard-0": 953.0},
+    )
+    found = report(silent)
+    [member] = found["members"]
+    assert (member["state"], member["since_s"]) == ("silent", 953.0)
+    assert re.search(
+        r"member     shard-0 silent since [\d:]{8} \(47\.0 s\) on h, pid 7: sends nothing", screen(found)
+    )
+    assert found["rates"]["generated_tokens_per_minute"] is None, (
+        "no actor was heard, which is not a rate of 0"
+    )
 
 
 def test_a_run_on_demonstrations_alone_lacks_no_actor_and_has_no_figures_of_rollouts():
