@@ -195,7 +195,7 @@ def _bus_part(config: RunConfig, run: RunDirectory, port: int) -> Part:
     where = ("--host", HOST, "--port", str(port), "--directory", str(run.bus))
     numbers = config.monitoring.nats_port
     own = [] if numbers is None else ["--monitoring.nats-port", str(numbers)]
-    return Part("bus", _command("bus", *where, *_monitoring(config, "bus"), *own))
+    return Part("bus", _command("bus", *where, *_monitoring(config, "bus"), *own), serves=True)
 
 
 def _monitoring(config: RunConfig, part: str) -> list[str]:
@@ -240,6 +240,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
                 "--no-summary",
                 *_monitoring(config, "storage"),
             ),
+            serves=True,
         ),
         *([actors] if config.has_rollouts else []),
         Part(

@@ -45,6 +45,8 @@ class Part:
     """Longest time that it may take to end after SIGTERM."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that it has besides those of this process."""
+    serves: bool = False
+    """Says whether others may need it until they have ended, as they need storage and the bus."""
     ends_run: bool = False
     """Says whether the run is over when it ends with status 0."""
     may_end: Callable[[], bool] = lambda: False
@@ -122,13 +124,19 @@ class Supervisor:
                 task.cancel()
 
     async def end(self, *, except_part: str = "") -> None:
-        """Send SIGTERM to every part, the last started first, and kill those that do not end in time.
+        """Send SIGTERM to every part, and kill those that do not end in time: first all at once that serve no
+        others, and then one after the other those that do, the last started first.
 
         When it is cancelled, it kills every part at once.
         """
+        ending = [part for part in reversed(self.parts) if part.name != except_part]
         try:
-            for part in reversed(self.parts):
-                if part.name != except_part:
+            async with asyncio.TaskGroup() as tasks:
+                for part in ending:
+                    if not part.serves:
+                        tasks.create_task(self._end(part), name=f"end {part.name}")
+            for part in ending:
+                if part.serves:
                     await self._end(part)
         except asyncio.CancelledError:
             for part in self.parts:

@@ -231,30 +231,39 @@ async def test_the_run_is_over_when_the_part_that_ends_it_is_done(supervisor: Su
         await supervisor.watch(asyncio.Event())
 
 
-async def test_parts_stop_one_after_the_other_the_first_started_last(supervisor: Supervisor, tmp_path: Path):
+async def test_parts_stop_together_and_those_that_serve_them_after_them_the_first_started_last(
+    supervisor: Supervisor, tmp_path: Path
+):
     program = f"""
         import pathlib, signal, sys, time
         ends = pathlib.Path({str(tmp_path / "ends")!r})
+        others = {{"learner": "actors asked", "actors": "learner asked"}}
         def end(*_):
+            ends.open("a").write(f"{{sys.argv[1]}} asked, ")
+            while others.get(sys.argv[1], "") not in ends.read_text():
+                time.sleep(0.01)
             time.sleep(0.05)
-            ends.open("a").write(sys.argv[1] + " ")
+            ends.open("a").write(f"{{sys.argv[1]}} ended, ")
             sys.exit(0)
         signal.signal(signal.SIGTERM, end)
         print("ready", flush=True)
         time.sleep(60)
     """
     for name in ("bus", "storage", "actors", "learner"):
-        started = part(name, program)
+        started = part(name, program, serves=name in ("bus", "storage"))
         started.command = (*started.command, name)
         await supervisor.start(started)
         await until(lambda name=name: "ready" in (tmp_path / f"{name}.log").read_text())
 
     await supervisor.end(except_part="bus")
-    assert (tmp_path / "ends").read_text().split() == ["learner", "actors", "storage"]
+    *both, asked, ended = (tmp_path / "ends").read_text().split(", ")[:-1]
+    assert {*both[:2]} == {"learner asked", "actors asked"}
+    assert {*both[2:]} == {"learner ended", "actors ended"}
+    assert (asked, ended) == ("storage asked", "storage ended")
     assert supervisor.pids("bus")
 
     await supervisor.end()
-    assert (tmp_path / "ends").read_text().split()[-1] == "bus"
+    assert (tmp_path / "ends").read_text().endswith("storage ended, bus asked, bus ended, ")
 
 
 STUBBORN = """
