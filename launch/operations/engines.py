@@ -1,14 +1,15 @@
 """`launch engines`: lists the engines of a run's actors, and adds or removes servers."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from actors.engines.fleet.engine_admin import subject_of
 from bus.codec import Json
 from bus.connection.bus import Bus
-from bus.errors import BusError, ConfigError
+from bus.errors import ConfigError
 from bus.messages import Status
 from bus.requests import Done, EngineChange
+from launch.operations.process_answer import Asked, answer_of
 from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.status_texts import engines_of
 from launch.settings.run_config import RunConfig
@@ -34,15 +35,12 @@ async def change_engine(
     """Add a server to an actor, or remove an engine from it; return the actor's name.
 
     Without a name, a server joins the actor with the fewest engines, and leaves the one that has it. Raises
-    `ConfigError` with the actor's reason when it does not."""
+    `ConfigError` with the actor's reason when it does not, and `BusAwayError` when it does not answer."""
     async with Bus.connect(where.bus, where.run, name="engines") as bus:
         found = await _engines(bus, where)
         chosen = _chosen(found, change, actor)
-        subject = subject_of(bus, chosen)
-        try:
-            await bus.request(subject, change, Done, timeout_s=ANSWER_TIMEOUT_S)
-        except BusError as error:
-            raise ConfigError(f"{chosen}: {error.refusal or error}") from error
+        asked = Asked(chosen, chosen, "whether it did so is not known: `launch engines list` shows it")
+        await answer_of(bus, subject_of(bus, chosen), change, Done, asked, timeout_s=ANSWER_TIMEOUT_S)
         return chosen
 
 
@@ -51,14 +49,18 @@ async def _engines(bus: Bus, where: RunConfig) -> Engines:
     listening = await bus.listen(bus.subject("status", "actor"), Status, monitor.on_status)
     await asyncio.sleep(LISTEN_S)
     await listening.unsubscribe()
-    actors = [process.status for process in monitor.actors()]
+    return engines_heard([process.status for process in monitor.actors()], where.run)
+
+
+def engines_heard(actors: Sequence[Status], run: str) -> Engines:
+    """Return the engines that these actors of a run tell of. Raises `ConfigError` where they tell of none."""
     found = {one.source: engines_of(one.values) for one in actors if "engines" in one.values}
     if not found and actors:
-        names = ", ".join(sorted(actor.source for actor in actors))
-        raise ConfigError(f"{names} of run {where.run!r} is starting its engine: try again when it works")
+        said = "; ".join(sorted(f"{actor.source}: {actor.text}" for actor in actors))
+        raise ConfigError(f"no actor that was heard of run {run!r} has an engine yet: {said}")
     if not found:
         raise ConfigError(
-            f"no actor of run {where.run!r} was heard within {LISTEN_S:g} s: if none runs on this bus, start "
+            f"no actor of run {run!r} was heard within {LISTEN_S:g} s: if none runs on this bus, start "
             "one with `launch actors`"
         )
     return found

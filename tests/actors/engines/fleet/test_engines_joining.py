@@ -276,7 +276,7 @@ async def test_the_command_finds_the_actor_by_what_it_says(bus, server, connect,
     saying = asyncio.create_task(says_what_it_has())
     try:
         async with asyncio.timeout(60):
-            with pytest.raises(ConfigError, match=r"actor-host\.of\.dots-7 of run 'test' is starting"):
+            with pytest.raises(ConfigError, match=r"'test' has an engine yet: actor-host\.of\.dots-7: "):
                 await list_engines(where, stop)
             started.set()
             assert await change_engine(where, EngineChange(action="join", engine=url), None, stop) == ACTOR
