@@ -10,6 +10,7 @@ from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
 from bus.process.child_process import module_command
 from bus.process.host_limits import MemoryKills
 from launch.process.runtime import LOST_DATA, TEMPORARY, USAGE, complaints
+from launch.run_view.recorded_runs import named_holder
 
 POLL_S = 0.05
 HOLD_TIMEOUT_S = 600.0
@@ -57,7 +58,7 @@ class LocalProcess:
 
         Raises `SluiceError` if neither comes in `HOLD_TIMEOUT_S`; the process goes on then."""
         pid, deadline = str(self.process.pid), time.monotonic() + HOLD_TIMEOUT_S
-        while self.runs and not (lock.exists() and lock.read_text() == pid):
+        while self.runs and named_holder(lock) != pid:
             if time.monotonic() > deadline:
                 raise SluiceError(
                     f"`launch local`, process {pid}, has not checked its settings and taken {lock} within "

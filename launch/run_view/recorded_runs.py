@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import psutil
+
 from bus.codec import Json
 from bus.errors import ConfigError, LostDataError
 from launch.run_view.run_files import LatestStep, RunFiles, finite
@@ -25,7 +27,8 @@ class RecordedRun:
     run: str
     state: str
     """`starting`, `training` and `waiting`: processes of this host hold its files, before and after its first
-    step, or its learner has waited for a minute or longer, as `waits_for` says;
+    step, or its learner has waited for a minute or longer, as `waits_for` says; `problem` names those of them
+    that a signal has stopped;
     `finished`: its learner has ended by itself; `stopped`, `failed`: `problem` is the error if there was one;
     `lost`: its processes were killed, or their host went; `unseen`: it belongs to another user, or was
     started on another host, whose processes are not seen here, so that it may go on; `damaged`: a file of it
@@ -108,9 +111,9 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
 def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, str]:
     """Return how a run is, and the error that ended it."""
     if pids and files.waiting is not None:
-        return "waiting", ""
+        return "waiting", _suspended(pids)
     if pids:
-        return "training" if latest.step or latest.warmup_step else "starting", ""
+        return "training" if latest.step or latest.warmup_step else "starting", _suspended(pids)
     if latest.stage == "done":
         return "finished", ""
     if hidden_owner(files.path) is not None:
@@ -119,6 +122,17 @@ def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, s
     if ending.state == "lost" and ending.host not in ("", platform.node()):
         return "unseen", ""
     return "stopped" if ending.state == "ended" else ending.state, ending.problem
+
+
+def _suspended(pids: Iterable[int]) -> str:
+    """Return which of these processes a signal has stopped; they do nothing until another one lets them."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                found.append(str(pid))
+    pids_text = " ".join(found)
+    return f"a signal has stopped processes of it: `kill -CONT {pids_text}` lets them go on" if found else ""
 
 
 def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
@@ -147,15 +161,20 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
     )
 
 
+def named_holder(lock: Path) -> str:
+    """Return the process id that its holder wrote into a lock file last; empty where none did."""
+    return lock.read_text().partition("\n")[0] if lock.exists() else ""
+
+
 def supervisor_of(path: Path) -> int | None:
     """Return the process that its own lock file names, if it still holds that: its number may be reused."""
     lock = path / "lock"
-    text = lock.read_text().strip() if lock.exists() else ""
+    text = named_holder(lock)
     named = int(text) if text.isdecimal() else None
     return named if named in processes_holding([lock]).get(lock, ()) else None
 
 
-def going_on(path: Path, holder: int, remedy: str = "choose another --run") -> ConfigError:
+def going_on(path: Path, holder: int | str, remedy: str = "choose another --run") -> ConfigError:
     """Return the error of a start beside `holder`, the process that has the run of the directory `path`."""
     return ConfigError(
         f"run {path.name!r} is already going on in {path}, process {holder}: stop that first, or {remedy}"

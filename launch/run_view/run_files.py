@@ -94,7 +94,14 @@ class Waiting(BaseModel):
     """Seconds since the epoch."""
 
 
-WAITING = TypeAdapter(Waiting)
+class _NotedWaiting(Waiting):
+    """The same in its file, with the learner that noted it."""
+
+    host: str = ""
+    pid: int = 0
+
+
+WAITING = TypeAdapter(_NotedWaiting)
 STARTS, PROGRESS, ENDING = TypeAdapter(list[Start]), TypeAdapter(_Progress), TypeAdapter(Ending)
 SETTINGS, ORIGIN = TypeAdapter(dict[str, Any]), TypeAdapter(Origin)
 
@@ -179,10 +186,10 @@ class RunFiles:
     def waiting(self) -> Waiting | None:
         """Return what its learner waits for, if it noted a long wait; the note of one that was killed on this
         host is none."""
-        found = self._json("waiting.json", WAITING, WAITING_REMEDY)
-        noted, waiting = found
-        was_here = waiting is not None and noted.get("host") == platform.node()
-        return None if was_here and not psutil.pid_exists(noted["pid"]) else waiting
+        noted = self._json("waiting.json", WAITING, WAITING_REMEDY)[1]
+        if noted is None or not noted.pid or noted.host != platform.node():
+            return noted
+        return noted if psutil.pid_exists(noted.pid) else None
 
     @property
     def origin(self) -> Origin | None:

@@ -48,7 +48,7 @@ async def _serve_alone(
     config: RunConfig, directory: RunDirectory, stop: asyncio.Event, *, summary: bool
 ) -> None:
     changed = changed_settings(RunFiles(directory.path, lenient=True).settings, config)
-    directory.write_provenance(changed)
+    directory.write_provenance(changed if summary else None)  # `launch local` has recorded them otherwise
     if changed:
         log.info("settings_changed", since_last_start=told_changes(changed))
     calls = AlertCalls(config)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 from typing import get_args
 
 from bus.codec import Json
@@ -55,6 +55,9 @@ class TrajectoryFilter:
         for name in ("step", "version", "lease", "below"):
             if not 0 <= (number := getattr(self, name) or 0) <= LARGEST_NUMBER:
                 raise ConfigError(f"{name}={number}: it is a whole number from 0 to {LARGEST_NUMBER}")
+        for name in ("least_reward", "most_reward", "least_ratio", "most_ratio"):
+            if isnan(getattr(self, name) or 0.0):
+                raise ConfigError(f"{name}=nan: it is a number, which others are compared with")
         if self.end is not None and self.end not in get_args(End):
             raise ConfigError(f"no trajectory ends as {self.end!r}: it is one of {', '.join(get_args(End))}")
 

@@ -345,6 +345,7 @@ async def test_metrics_that_cannot_be_read_hide_no_other_run(root: Path):
         ("trajectories?version=-1", "version=-1: it is a whole number"),
         ("trajectories?below=x", "below=x: it is a whole number"),
         ("trajectories?least=much", "least=much: it is a number"),
+        ("trajectories?ratio_least=nan", "least_ratio=nan: it is a number, which others are compared with"),
         ("trajectories?end=stop", "no trajectory ends as 'stop': it is one of completed"),
         ("timeline?seconds=²", "seconds=²: it is a whole number from 1 to 3600"),
         ("timeline?seconds=" + 5000 * "9", "it is a whole number from 1 to 3600"),

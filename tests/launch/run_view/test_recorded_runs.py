@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGCONT, SIGSTOP
 
 import pytest
 
@@ -272,6 +273,9 @@ def test_a_run_whose_learner_waits_for_long_says_for_what_and_since_when(tmp_pat
     with (path / "lock").open("w"):
         (path / "waiting.json").write_text(json.dumps(noted | {"host": platform.node(), "pid": learner.pid}))
         assert recorded_runs([path])[0].state == "waiting"
+        (path / "waiting.json").write_text(json.dumps(noted | {"host": platform.node()}))  # and no process
+        assert recorded_runs([path])[0].state == "waiting"
+        (path / "waiting.json").write_text(json.dumps(noted | {"host": platform.node(), "pid": learner.pid}))
         learner.kill()
         learner.wait()
         assert recorded_runs([path])[0].state == "training"
@@ -283,6 +287,23 @@ def test_a_run_whose_learner_waits_for_long_says_for_what_and_since_when(tmp_pat
     assert (facts["state"], facts["waits_for"]) == ("waiting", noted["waits_for"])
     for text in shown:
         assert "the learner is waiting for the batch: 3 of 4 groups are stored, since 2023-11-1" in text
+
+
+def test_a_run_whose_process_is_suspended_says_so_beside_its_state(tmp_path: Path, printed):
+    path = record(tmp_path, "mine", rewards=[0.5])
+    with (path / "lock").open("w") as lock:
+        learner = subprocess.Popen(["sleep", "600"], stdout=lock)
+    try:
+        for number, state, said in ((SIGSTOP, os.WUNTRACED, True), (SIGCONT, os.WCONTINUED, False)):
+            learner.send_signal(number)
+            os.waitpid(learner.pid, state)
+            [run] = recorded_runs([path])
+            assert run.state == "training"
+            assert (f"`kill -CONT {learner.pid}` lets them go on" in run.problem) is said
+            assert ("a signal has stopped processes" in " ".join(printed("list").split())) is said
+    finally:
+        learner.kill()
+        learner.wait()
 
 
 def test_show_tells_settings_that_are_not_the_defaults(tmp_path: Path, printed):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import actors.service
 import launch.services.actors
@@ -106,6 +107,46 @@ async def test_a_second_storage_of_a_directory_is_refused_before_it_writes_there
     assert f"already going on in {run.path}, process {os.getpid()}" in str(error)
     assert [path.name for path in run.path.iterdir()] == ["storage.lock"]
     assert not found
+
+
+async def test_a_holder_of_a_lock_in_another_container_is_not_taken_for_a_process_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    lock = tmp_path / "storage.lock"
+    async with only_process(lock, patience_s=0):
+        monkeypatch.setattr("launch.run_view.run_lock.pids_of", lambda: "another")
+        with pytest.raises(
+            ConfigError, match=rf"process {os.getpid()} of another container or host: stop that"
+        ):
+            async with only_process(lock, patience_s=600):
+                pass
+
+
+async def test_who_waits_for_processes_that_inherited_a_lock_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("launch.run_view.run_lock.SAY_AFTER_S", 0)
+    lock = tmp_path / "lock"
+    ended = 2**22 + 1  # above the largest number that a process may have
+    async with only_process(lock, patience_s=0):
+        lock.write_text(str(ended))
+        with capture_logs() as logs, pytest.raises(ConfigError, match="is already going on"):
+            async with only_process(lock, patience_s=0.5):
+                pass
+    assert [(one["event"], one["ended"]) for one in logs] == [("waiting_for_earlier_processes", ended)]
+
+
+@pytest.mark.parametrize(("alone", "recorded"), [(True, 1), (False, 0)])
+async def test_changes_are_recorded_once_by_storage_or_by_the_launch_that_starts_it(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alone: bool, recorded: int
+):
+    capture(monkeypatch, storage.service, "run_storage")
+    config = validate({"run": "test", "data": {"task": "sort"}, **where})
+    run = RunDirectory(tmp_path, "test")
+    run.config.write_text(config.model_copy(update={"seed": 7}).model_dump_json())
+    await serve_storage(config, asyncio.Event(), summary=alone)
+    [start] = json.loads(run.provenance.read_text())
+    assert len(start["changed"]) == recorded
 
 
 @pytest.mark.parametrize(
