@@ -2,23 +2,31 @@
 
 import asyncio
 import shutil
+import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from bus.connection.bus import Bus
-from bus.connection.roles import hold_role
+from bus.connection.roles import hold_role, lives_here
+from bus.connection.server_clock import server_clock
 from bus.errors import ConfigError
+from bus.messages import RoleHolder
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from bus.topology import remove, stored_bytes
 from launch.run_view.recorded_runs import bytes_of, lock_files, recorded_runs
 from launch.run_view.run_files import RunFiles
+from launch.run_view.units import since
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory, run_directories
 
 ROLES = "dispatcher", "learner"
 """Roles that a process holds as long as the run goes on."""
+
+GONE_S = 300.0
+"""Silence after which a process that holds a role elsewhere counts as gone."""
+ANSWER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ async def _held(where: RunConfig, on_bus: bool, stack: AsyncExitStack) -> tuple[
         if streams:
             await bus.create_keys()
             for role in ROLES:
+                await _refuse_heard(bus, role)
                 await stack.enter_async_context(hold_role(bus, role, "removal"))
     if not run.exists:
         return bus, Holdings(streams, None)
@@ -96,6 +105,20 @@ async def _held(where: RunConfig, on_bus: bool, stack: AsyncExitStack) -> tuple[
         )
     _refuse_used(run.path, stack)
     return bus, Holdings(streams, run.path, await asyncio.to_thread(bytes_of, run.path))
+
+
+async def _refuse_heard(bus: Bus, role: str) -> None:
+    """Raise `ConfigError` where a process that was heard lately holds a role: it may be busy or suspended."""
+    found, clock = await bus.get_written(f"role.{role}", RoleHolder), await server_clock(bus, ANSWER_S)
+    if found is None or clock is None or lives_here(found[0]) is False:
+        return
+    (holder, renewed_s), now_s = found, time.time()
+    renewed_s -= clock.ahead_s
+    if now_s - renewed_s < GONE_S:
+        raise ConfigError(
+            f"run {bus.topology.run!r} already has a {role}: process {holder.pid} on {holder.host}, heard "
+            f"last at {since(renewed_s, now_s)}. Stop it first; if it is gone, try again after {GONE_S:g} s"
+        )
 
 
 def _refuse_used(directory: Path, stack: ExitStack | AsyncExitStack) -> None:

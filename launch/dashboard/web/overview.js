@@ -109,7 +109,7 @@ export class Overview {
     const { state, problem, last_time_s: last, here } = this.known;
     const when = last ? ` Its last metrics came ${ago(last)}.` : "";
     const why = this.status.why && state !== "finished" ? ` (${this.status.why})` : "";
-    const [look, word, text] = ENDED[state] ?? ["silent", "silent", here ? "Nothing answers on the run's bus" : "Nothing is known of this run"];
+    const [look, word, text] = ENDED[state] ?? ["silent", "silent", here ? "How the run is now is not known" : "Nothing is known of this run"];
     return sentence(look, word, `${text}${problem ? `: ${problem}` : ""}${why}.${when}`);
   }
 

@@ -1,7 +1,7 @@
 // The last minutes as lanes: what the learner did, how busy each actor's engines were, and changes of version.
 
 import { choice, make, makeSvg } from "./dom.js";
-import { duration, shortDuration, value } from "./format.js";
+import { ago, duration, shortDuration, value } from "./format.js";
 import { ask, runPath } from "./source.js";
 
 const PERIOD_MS = 3000;
@@ -100,7 +100,7 @@ export class Timeline {
   }
 
   axis(end) {
-    const ticks = [1, 0.75, 0.5, 0.25, 0].map((part) => (part ? `−${shortDuration(Math.round(part * this.length))}` : new Date(1000 * end).toLocaleTimeString()));
+    const ticks = [1, 0.75, 0.5, 0.25, 0].map((part) => (part ? `−${shortDuration(Math.round(part * this.length))}` : `${new Date(1000 * end).toLocaleTimeString()}, ${ago(end)}`));
     return make("p", { class: "axis" }, ticks.map((text) => make("span", {}, text)));
   }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bus.connection import roles
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError
@@ -12,6 +13,7 @@ from bus.server.nats_server import NatsServer
 from bus.topology import stored_bytes
 from launch.cli import run_commands
 from launch.cli.main import main
+from launch.operations import run_removal
 from launch.operations.run_removal import remove_run
 from launch.settings.run_config import RunConfig, resolve
 from storage.disk.atomic_files import try_lock
@@ -83,11 +85,20 @@ async def test_without_a_bus_only_the_directory_goes(bus: Bus, where: RunConfig)
 
 
 @pytest.mark.parametrize("role", ["dispatcher", "learner"])
-async def test_a_run_that_goes_on_is_not_removed(bus: Bus, where: RunConfig, role: str):
-    async with hold_role(bus, role, "alive"):
-        with pytest.raises(ConfigError, match=f"already has a {role}"):
-            await remove_run(where, on_bus=True, confirmed=True, stop=STOP)
-    assert (where.directory / "test").exists()
+async def test_a_run_that_goes_on_is_not_removed_nor_one_whose_process_fell_silent_lately(
+    bus: Bus, where: RunConfig, role: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with hold_role(bus, role, "alive") as renewing:
+        for _ in ("alive", "suspended"):
+            with pytest.raises(
+                ConfigError, match=rf"already has a {role}: process \d+ on .* heard last at [\d:]{{8}} \("
+            ):
+                await remove_run(where, on_bus=True, confirmed=True, stop=STOP)
+            renewing.cancel()
+        assert (where.directory / "test").exists()
+        monkeypatch.setattr(roles, "EXPIRE_S", 0.1)
+        monkeypatch.setattr(run_removal, "GONE_S", 0.0)
+        await remove_run(where, on_bus=True, confirmed=False, stop=STOP)
 
 
 @pytest.mark.parametrize("lock", ["lock", "storage.lock", "replay/shard_00/.lock"])
