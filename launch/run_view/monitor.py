@@ -110,7 +110,8 @@ class RunMonitor:
         self.ended_pids: frozenset[int] = frozenset()
         """Process ids of parts of this launch that have ended with status 0."""
         self._clock = clock
-        self._started_s = clock()
+        self._started_s = self._answered_s = clock()
+        self._is_answered = True
         self._noted: dict[str, int] = {}
         self._latest: dict[str, HeardProcess] = {}
         """The process of each role that was heard last."""
@@ -174,6 +175,12 @@ class RunMonitor:
             event_record(event, trains_from=self.trains_from, time_s=time_s, learner_version=latest)
         )
 
+    def on_answer(self, answered: bool) -> None:
+        """Note whether the bus answered just now."""
+        self._is_answered = answered
+        if answered:
+            self._answered_s = self._clock()
+
     def note_memory(self, process: str, peak_rss_bytes: int) -> None:
         """Count a process that sends no status, such as nats-server."""
         self._forget_silent()
@@ -191,6 +198,11 @@ class RunMonitor:
     def elapsed_s(self) -> float:
         """Return the seconds since this monitor began."""
         return self._clock() - self._started_s
+
+    @property
+    def bus_silent_s(self) -> float:
+        """Return the seconds for which the bus has not answered; 0 where the latest question was answered."""
+        return 0.0 if self._is_answered else self._clock() - self._answered_s
 
     def silent_s(self, process: HeardProcess) -> float:
         """Return the seconds that a process has been silent; 0 while it speaks as often as it should."""
@@ -317,7 +329,9 @@ async def take_events(events: StreamReader, monitor: RunMonitor) -> None:
             found = await events.take(BATCH)
         except BusError as error:  # the bus is away, or storage has not made the stream yet
             log.debug("events_not_read", reason=str(error))
+            monitor.on_answer(isinstance(error.__cause__, nats.errors.NoRespondersError))
             return
+        monitor.on_answer(True)
         for message in found:
             if (event := decoded_event(message)) is not None:
                 monitor.on_event(event, message.time_s)

@@ -117,8 +117,16 @@ def _stage(monitor: RunMonitor) -> str:
     return stage
 
 
+def _bus(monitor: RunMonitor) -> str:
+    """Return for how long the bus has not answered this screen; empty while it does."""
+    silent_s = monitor.bus_silent_s
+    return f"no answer for {duration(round(silent_s))}: what is shown is older" if silent_s else ""
+
+
 def _rows(monitor: RunMonitor) -> Iterator[Text]:
     learner, last = monitor.values("learner"), monitor.history.last
+    if away := _bus(monitor):
+        yield _row("bus", away)
     for name, policy in monitor.policies.items():
         yield _row(name[: LABEL - 1], policy_text(policy))
     recent, latest = monitor.history.recent_reward(), last.reward_mean if last else None
@@ -391,6 +399,7 @@ def status_line(monitor: RunMonitor) -> str:
     absent, ends = ", ".join(monitor.absent_roles), ends_text(monitor.recent_ends)
     parts = [
         f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
+        *([f"bus: {away}"] if (away := _bus(monitor)) else []),
         *([f"reward {fraction(reward)}"] if isfinite(reward) else []),
         *([f"held-out {held_out}"] if latest else []),
         *([f"tokens/s {generated}{trained} trained"] if monitor.stage != "starting" else []),

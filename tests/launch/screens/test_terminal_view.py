@@ -191,6 +191,20 @@ def test_a_screen_that_hears_nobody_of_a_run_with_steps_does_not_say_that_it_sta
     assert "actor: not heard for 1 min 01 s: it is starting, busy" in status_line(unheard)
 
 
+def test_a_bus_that_does_not_answer_the_screen_is_told_and_since_when():
+    monitor, clock = make_monitor()
+    clock.now_s += 40
+    monitor.on_answer(True)
+    clock.now_s += 7
+    assert "bus" not in status_line(monitor), "nothing was asked meanwhile"
+    monitor.on_answer(False)
+    clock.now_s += 5
+    assert shown(monitor)[1] == "bus        no answer for 12.0 s: what is shown is older"
+    assert " | bus: no answer for 12.0 s: what is shown is older | " in status_line(monitor)
+    monitor.on_answer(True)
+    assert "bus" not in status_line(monitor)
+
+
 def test_plain_lines_say_for_how_long_storage_has_been_silent():
     monitor, clock = make_monitor(actors=1)
     monitor.on_status(storage())

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,14 @@ from bus.connection.bus import Bus
 from bus.errors import BusAwayError
 from bus.messages import RunRecord
 from bus.server.nats_server import NatsServer
+from bus.streams import stream_reader
 from bus.streams.publish import Publisher
+from bus.streams.stream_reader import StreamReader
+from launch.run_view.monitor import RunMonitor, RunSettings, take_events
 from launch.screens.watch import watch_run
 from launch.settings.run_config import RunConfig
 from tests.launch.messages import actor, evaluation, learner, metrics, storage
+from tests.processes import suspend
 
 
 def where(server: NatsServer, tmp_path: Path, **bus: float) -> RunConfig:
@@ -58,6 +64,28 @@ async def test_ctrl_c_ends_the_watching(bus: Bus, server: NatsServer, tmp_path: 
         while not screen.getvalue():  # noqa: ASYNC110  # a screen tells nobody
             await asyncio.sleep(0.01)
         stop.set()
+
+
+@pytest.mark.nats
+async def test_who_watches_is_told_that_the_bus_does_not_answer(
+    bus: Bus, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stream_reader, "ANSWER_TIMEOUT_S", 0.2)
+    monitor = RunMonitor(RunSettings.of_run(RunConfig(run="test")))
+    events = StreamReader(bus, "EVENTS", bus.subject("events", "*"))
+    missing = StreamReader(bus, "NONE", bus.subject("events", "*"))
+    for reader in (missing, events):
+        await take_events(reader, monitor)
+        assert monitor.bus_silent_s == 0, "a server without the stream answers, too"
+    await suspend(server.pid)
+    try:
+        await take_events(events, monitor)
+        assert monitor.bus_silent_s > 0
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while monitor.bus_silent_s:
+            await take_events(events, monitor)
 
 
 @pytest.mark.nats
