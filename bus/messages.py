@@ -134,6 +134,10 @@ class RewardGiven(Message, tag="reward_given"):
 # --- weights ---
 
 
+PART_DIGEST_BYTES = 16
+"""Size of the xxh3-128 of a part."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobRef(Message, tag="blob"):
     """Bytes that lie on a stream as numbered chunks `<subject>.<n>`, or elsewhere as a file of that name."""
@@ -145,9 +149,23 @@ class BlobRef(Message, tag="blob"):
     """xxh3-128 of the whole, hexadecimal."""
     origin: str = ""
     """URL of the directory or server that has the file; empty for the run's stream."""
+    part_bytes: int = 0
+    """Size of its parts but the last; 0 where parts have no digests."""
+    part_digests: bytes = b""
+    """Digests of the parts, in order (`storage.weights.blob_parts`)."""
+
+    @property
+    def parts(self) -> int:
+        """Return the number of parts that have a digest."""
+        return len(self.part_digests) // PART_DIGEST_BYTES
 
     def check(self) -> None:
-        """Refuse a reference that would have a reader ask for chunks without end."""
+        """Refuse a reference that would have a reader ask for chunks or parts without end."""
+        if self.part_bytes < 0 or self.parts != (self.part_bytes and -(-self.size_bytes // self.part_bytes)):
+            raise SchemaError(
+                f"{self.subject}: {self.size_bytes} bytes in parts of {self.part_bytes} cannot have "
+                f"{self.parts} digests"
+            )
         if not 1 <= self.chunks <= max(1, self.size_bytes):
             raise SchemaError(
                 f"{self.subject}: {self.size_bytes} bytes in {self.chunks} chunks are impossible"

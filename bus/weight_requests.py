@@ -1,20 +1,12 @@
-"""Requests for published weights: to relays and servers, and to the learner for a broadcast to engines."""
+"""Requests for published weights: to servers of them, and to the learner for a broadcast to engines."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from bus.codec import Message
 from bus.errors import SchemaError
-from bus.messages import BlobRef
 
-# --- actors ask a relay ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlobAsked(Message, tag="blob_asked"):
-    """A host wants a blob from a relay, which fetches it first if it does not have it."""
-
-    blob: BlobRef
+# --- actors ask the learner's server of weights ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,21 +20,57 @@ class BlobAccess(Message, tag="blob_access"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlobOffer(Message, tag="blob_offer"):
-    """The relay has the blob."""
-
-    url: str
-    """URL of the relay's server."""
-    access: BlobAccess | None = None
-    """What that server asks for, on a secured bus."""
+class BlobAccessAsked(Message, tag="blob_access_asked"):
+    """A reader asks a server of weights, over a secured bus, what it needs to be let in."""
 
 
-# --- actors ask the learner's server of weights ---
+# --- hosts ask the learner from whom they get parts of weights ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlobAccessAsked(Message, tag="blob_access_asked"):
-    """A reader asks a server of weights, over a secured bus, what it needs to be let in."""
+class PartFailed(Message, tag="part_failed"):
+    """A host could not get a part where it was told to."""
+
+    part: int
+    url: str
+    """Server that did not give it; empty for the learner's."""
+    is_damaged: bool
+    """Whether there were bytes, and others than the digest says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartsAsked(Message, tag="parts_asked"):
+    """A host says which parts of a blob it has, and asks where the others are."""
+
+    blob: str
+    """Subject of the blob."""
+    host: str
+    """Name of the process, unique in the run."""
+    url: str
+    """URL at which it serves the parts it has; empty where it serves none."""
+    access: BlobAccess | None = None
+    """What its server asks for, on a secured bus."""
+    have: bytes
+    """A byte for each part: 0 for one it lacks, 1 for one it has, 2 for one that it is fetching."""
+    failed: tuple[PartFailed, ...] = ()
+    """What failed since it asked last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSource(Message, tag="part_source"):
+    """Says where to fetch a part."""
+
+    part: int
+    url: str
+    """URL of another host's server; empty for the learner's."""
+    access: BlobAccess | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartsFound(Message, tag="parts_found"):
+    """The learner says where to fetch parts now; the others are being fetched by somebody."""
+
+    sources: tuple[PartSource, ...]
 
 
 # --- engines in the learner's cluster ask it for a broadcast ---

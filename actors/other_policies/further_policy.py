@@ -172,7 +172,7 @@ class PolicyOpener:
             return None
         kernels = await learners_kernels(engine, manifest.kernels)
         directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-")))
-        blobs = Blobs(bus)  # without a relay: no further policy publishes over HTTP
+        blobs = Blobs(bus)  # alone: no further policy publishes over HTTP
         model = await obtain_model(bus, manifest, directory, patience_s=patience_s, stop=stop)
         if model is None:
             return None

@@ -20,7 +20,7 @@ from actors.settings.panel import PanelConfig
 from actors.settings.rewards import RewardConfig, UnfinishedConfig
 from actors.settings.tool_chat import ToolsConfig
 from bus.config import MOST_KEPT, Config
-from storage.settings.weights_transport import RelayConfig
+from storage.settings.weights_transport import PeerConfig
 
 REST_S = 90.0
 """Longest time to pause, continue and end a SGLang server, besides starting it or loading weights."""
@@ -142,8 +142,8 @@ class ActorsConfig(Config):
     evaluation: EvaluatorConfig = EvaluatorConfig()
     """How the actor answers held-out prompts."""
 
-    weights: RelayConfig = RelayConfig()
-    """How the actor fetches weights and relays them; it applies where the learner publishes over HTTP."""
+    weights: PeerConfig = PeerConfig()
+    """How the actor passes weights on to others; it applies where the learner publishes over HTTP."""
 
     group_filter: str = "none"
     """Filter of groups that are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""

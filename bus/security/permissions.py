@@ -119,10 +119,10 @@ def _actor(t: Topology) -> Permissions:
             *_subjects(t, "trajectories.*", "outcomes.rejected", "outcomes.answers"),
             *_subjects(t, "events.metrics", "events.evaluation", COUNTERS),
             *_subjects(t, "rpc.lease", "rpc.group_status.*", "rpc.kept_turns.*"),
-            *_subjects(t, "access.*", "broadcast.*", "relay.*", "status.actor"),
+            *_subjects(t, "access.*", "broadcast.*", "status.actor"),
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),
-        subscribe=_subjects(t, "notice.policy", "notice.pace", "notice.device", "relay.*", "rpc.engines.*"),
+        subscribe=_subjects(t, "notice.policy", "notice.pace", "notice.device", "rpc.engines.*"),
     )
 
 

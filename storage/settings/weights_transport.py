@@ -1,9 +1,9 @@
 """Settings of the transport of published weights to the actors. Loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from bus.config import Config
 
@@ -27,8 +27,8 @@ class Transport(Config):
     schemes: ClassVar[tuple[str, ...]] = ()
     """Schemes of the URLs, in references, that it fetches from."""
 
-    relayed: ClassVar[bool] = False
-    """A relay is asked before the origin."""
+    shared: ClassVar[bool] = False
+    """Hosts pass parts on to each other."""
 
     served_by_learner: ClassVar[bool] = False
     """Nobody can fetch any more when the learner has ended."""
@@ -86,6 +86,9 @@ class ServerConfig(Config):
     """URL by which others reach it, as http://host:port. Without it they use this host's address towards the
     bus."""
 
+    bytes_per_s: int | None = Field(None, ge=1)
+    """Bound on the bandwidth with which it sends. `None` sets none."""
+
 
 class LearnerServer(ServerConfig):
     """HTTP server of the learner."""
@@ -95,13 +98,13 @@ class LearnerServer(ServerConfig):
 
 
 class HttpTransport(LearnerServer, Transport):
-    """The learner serves files, in ranges, to actors that can reach it or a relay."""
+    """The learner serves files, in ranges, to actors, which pass parts on to each other."""
 
     type: Literal["http"] = "http"
     opened_by: ClassVar[str] = "storage.weights.blob_stores:http_blobs"
     fetched_by: ClassVar[str] = "storage.weights.blob_http:fetch_served"
     schemes: ClassVar[tuple[str, ...]] = ("http", "https")
-    relayed: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
     served_by_learner: ClassVar[bool] = True
 
 
@@ -134,31 +137,11 @@ TRANSPORTS: dict[str, type[Transport]] = {
 """Transports by the scheme of the URL in a reference."""
 
 
-class RelayConfig(ServerConfig):
-    """How a host fetches weights over HTTP, and whether it serves them to others."""
+class PeerConfig(ServerConfig):
+    """How an actor process passes parts of weights on that it fetches over HTTP."""
 
-    site: str = Field("", pattern=r"^[A-Za-z0-9_-]*$")
-    """Site for which this host relays weights; without one it does not relay."""
+    serve: bool = True
+    """Whether others get parts of weights from here."""
 
-    via: str = Field("", pattern=r"^[A-Za-z0-9_-]*$")
-    """Site whose relays are asked first. Without one, and where they fail, the learner is asked."""
-
-    keep: int = Field(24, ge=2)
-    """Number of blobs, deltas and snapshots, that a relay keeps on its disk."""
-
-    keep_bytes: int = Field(32 << 30, ge=1)
-    """Bytes of blobs that a relay keeps on its disk; the oldest go first. A larger blob is not relayed: the
-    learner serves it. Allow for two snapshots of the model."""
-
-    directory: Path | None = None
-    """Directory in which a relay keeps them, in a subdirectory that is removed when it ends. Without one it
-    is the system's directory for temporary files."""
-
-    timeout_s: float = Field(120.0, gt=0)
-    """Longest time that a relay may take to get a blob before the learner is asked instead."""
-
-    @model_validator(mode="after")
-    def _not_its_own_source(self) -> Self:
-        if self.site and self.site == self.via:
-            raise ValueError(f"site and via are both {self.site!r}: hosts would wait for each other")
-        return self
+    keep_bytes: int = Field(4 << 30, ge=0)
+    """Memory for weights that are kept a minute for others only; the newest blob is kept anyway."""

@@ -4,17 +4,16 @@ import asyncio
 import errno
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-import xxhash
 
 from bus.blobs import checked
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from storage.disk.atomic_files import TEMPORARY_PREFIX, Content, Data, remove_leftovers, write_parts
+from storage.weights.blob_parts import BlockDigests
 from storage.weights.new_memory import new_memory
 from storage.weights.tensors import spare_threads
 
@@ -73,18 +72,9 @@ class FileBlobs:
             ) from error
 
     def _put(self, content: Content, tokens: tuple[object, ...]) -> BlobRef:
-        whole = xxhash.xxh3_128()
-
-        def hashed() -> Iterator[Data]:
-            for part in content:
-                whole.update(part)
-                yield part
-
-        written = self._write(hashed())
-        digest = whole.hexdigest()
-        subject = ".".join([*map(str, tokens), digest[:12]])
-        size = written.stat().st_size
-        ref = BlobRef(subject=subject, chunks=1, size_bytes=size, digest=digest, origin=self.origin)
+        digests = BlockDigests()
+        written = self._write(digests.passing(content))
+        ref = digests.ref(".".join(map(str, tokens)), self.origin)
         written.replace(self.directory / file_name(ref))
         return ref
 

@@ -7,9 +7,11 @@ import resource
 import socket
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import aiohttp
 import structlog
@@ -27,12 +29,13 @@ from bus.server.nats_server import is_loopback
 from bus.streams.blob_store import shown_fetch
 from bus.streams.publish import together
 from bus.waiting import RETRY_S, cancelled
-from bus.weight_requests import BlobAccess, BlobAccessAsked
+from bus.weight_requests import BlobAccess, BlobAccessAsked, PartsAsked, PartsFound
 from storage.disk.atomic_files import Content, Data
 from storage.settings.weights_transport import ServerConfig
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
 from storage.weights.new_memory import new_memory
+from storage.weights.part_tracker import PartTracker
 
 log = structlog.get_logger()
 RANGE_BYTES = 8 << 20
@@ -46,18 +49,75 @@ HANDSHAKE_S = 10.0
 """Seconds in which a connection has to become a TLS connection."""
 BACKLOG = 128
 """Connections that the kernel keeps until they are accepted."""
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 ASK_S = 10.0
 """Longest time that a server may take to say what it asks of its readers."""
 HEARD_S = 2.0
 """Seconds in which the servers of a bus have told each other of somebody who serves since a moment ago."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10, sock_read=30)
+PEER_TIMEOUT = aiohttp.ClientTimeout(total=30, connect=3, sock_read=5)
+"""Limits of one part from another host: then it is fetched elsewhere."""
+
+
+class Served(Protocol):
+    """Bytes that a server has under a name, perhaps not all of them yet."""
+
+    size_bytes: int
+
+    def has(self, begin: int, end: int) -> bool:
+        """Tell whether these bytes are there."""
+
+    def read(self, begin: int, count: int) -> Data:
+        """Return some of them, at most `count`; it is called on any thread."""
+
+    def close(self) -> None:
+        """Read no more."""
+
+
+class ServedFile:
+    """An open file."""
+
+    def __init__(self, file: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._file = file
+
+    def has(self, begin: int, end: int) -> bool:
+        """Return whether a file of this size has them."""
+        return 0 <= begin <= end <= self.size_bytes
+
+    def read(self, begin: int, count: int) -> Data:
+        """Read from the file."""
+        return os.pread(self._file, count, begin)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def file_in(directory: Path, name: str) -> Served | None:
+    """Open a blob's file in the directory, and no other; None where there is none."""
+    if "/" in name or name.startswith(".") or not name.endswith(SUFFIX):
+        return None
+    try:
+        file = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, ValueError):  # not there, a link, which may lead elsewhere, or no name of a file
+        return None
+    found = os.fstat(file)
+    if stat.S_ISREG(found.st_mode):
+        return ServedFile(file, found.st_size)
+    os.close(file)
+    return None
 
 
 class BlobServer:
-    """Serves the blobs in a directory, and no other file; on a secured bus only to who has its token."""
+    """Serves blobs, and nothing else; on a secured bus only to who has its token."""
 
-    def __init__(self, directory: Path, config: ServerConfig, *, setting: str) -> None:
-        self._directory = directory
+    def __init__(self, find: Callable[[str], Served | None], config: ServerConfig, *, setting: str) -> None:
+        """Serve what `find` returns for a name."""
+        self.sent_bytes = 0
+        self._due_s = 0.0
+        """Monotonic time until which the bound on the bandwidth is used up."""
+        self._find = find
         self._config = config
         self._setting = setting
         self._runner: web.AppRunner | None = None
@@ -189,24 +249,28 @@ class BlobServer:
         if self._guard is not None:
             self._guard.refuse_stranger(request)
         self._askers.add(request.protocol)
-        name = request.match_info["name"]
-        if "/" in name or name.startswith(".") or not name.endswith(SUFFIX):
+        found = self._find(request.match_info["name"])
+        if found is None:
             raise web.HTTPNotFound
         try:
-            file = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (OSError, ValueError):  # not there, a link, which may lead elsewhere, or no name of a file
-            raise web.HTTPNotFound from None
-        try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise web.HTTPNotFound
-            return await _send(request, file, found.st_size)
+            return await _send(request, found, self._counted)
         finally:
-            os.close(file)
+            found.close()
+
+    async def _counted(self, sent_bytes: int) -> None:
+        """Count bytes that are sent now, and wait as long as the bound on the bandwidth says."""
+        self.sent_bytes += sent_bytes
+        if self._config.bytes_per_s is not None:
+            now = time.monotonic()
+            self._due_s = max(self._due_s, now) + sent_bytes / self._config.bytes_per_s
+            await asyncio.sleep(self._due_s - now)
 
 
-async def _send(request: web.Request, file: int, size: int) -> web.StreamResponse:
-    """Send the range of the file that is asked for, or all of it, as long as the reader takes it."""
+async def _send(
+    request: web.Request, found: Served, counted: Callable[[int], Awaitable[None]]
+) -> web.StreamResponse:
+    """Send the range that is asked for, or all, as long as the reader takes it."""
+    size = found.size_bytes
     try:
         begin, end, _ = request.http_range.indices(size)
     except ValueError:
@@ -214,15 +278,18 @@ async def _send(request: web.Request, file: int, size: int) -> web.StreamRespons
     ranged = "Range" in request.headers
     if ranged and begin >= end:
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    if not found.has(begin, end):
+        raise web.HTTPNotFound
     response = web.StreamResponse(status=206 if ranged else 200, headers={"Accept-Ranges": "bytes"})
     response.content_length = end - begin
     if ranged:
         response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
     await response.prepare(request)
     while begin < end:
-        part = await asyncio.to_thread(os.pread, file, min(PART_BYTES, end - begin), begin)
+        part = await asyncio.to_thread(found.read, begin, min(PART_BYTES, end - begin))
         if not part:
             raise ConnectionResetError("the file was cut while it was read")
+        await counted(len(part))
         try:
             async with asyncio.timeout(STALLED_S):
                 await response.write(part)
@@ -241,18 +308,28 @@ class HttpBlobs:
     def __init__(self, bus: Bus, directory: Path, config: ServerConfig) -> None:
         self._bus = bus
         self._files = FileBlobs(directory, setting=SETTING + "serve_from")
-        self._server = BlobServer(directory, config, setting=SETTING + "port")
-        self._asked: Subscription | None = None
+        self._server = BlobServer(partial(file_in, directory), config, setting=SETTING + "port")
+        self._tracker = PartTracker()
+        self._asked: list[Subscription] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return how many bytes of blobs this process has sent."""
+        return self._server.sent_bytes
 
     async def start(self) -> None:
         """Begin to serve. Raises `ConfigError` for a directory or an address that cannot be used."""
         await self._files.start()
         self._files.origin = origin = await self._server.start(self._bus)
+        self._asked = [await self._bus.serve(parts_subject(self._bus, origin), PartsAsked, self._sources)]
         if self._server.access is not None:
-            self._asked = await self._bus.serve(
-                _access_subject(self._bus, origin), BlobAccessAsked, self._admit
-            )
-            await self._bus.client.flush()  # it is heard before anybody is told of the URL
+            self._asked += [
+                await self._bus.serve(_access_subject(self._bus, origin), BlobAccessAsked, self._admit)
+            ]
+        await self._bus.client.flush()  # it is heard before anybody is told of the URL
+
+    async def _sources(self, asked: PartsAsked) -> list[Message]:
+        return [PartsFound(sources=self._tracker.sources(asked))]
 
     async def _admit(self, _: BlobAccessAsked) -> list[Message]:
         """Tell a reader what it needs. The bus lets only those ask who may have the weights."""
@@ -273,9 +350,9 @@ class HttpBlobs:
 
     async def close(self) -> None:
         """Serve no longer."""
-        if self._asked is not None and self._bus.client.is_connected:
-            await self._asked.unsubscribe()
-        self._asked = None
+        for asked in self._asked if self._bus.client.is_connected else []:
+            await asked.unsubscribe()
+        self._asked = []
         await self._server.close()
 
 
@@ -307,35 +384,51 @@ async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> 
     Raises `BusError` when it does not answer, is not the server that `access` is for, does not have them, or
     has others.
     """
-    if access is not None and not url.startswith("https://"):
-        raise BusError(f"{url} is no server of a secured run: its token would travel in the clear")
-    data = new_memory(ref.size_bytes)
+    data, shown = new_memory(ref.size_bytes), shown_access(access)
     target = f"{url}/{file_name(ref)}"
     slots = asyncio.Semaphore(WINDOW)
-    shown: dict[str, str] = {"Authorization": bearer(access)} if access is not None else {}
-    tls: dict[str, Any] = {}
-    if access is not None:
-        tls = {"ssl": reader_context(access), "server_hostname": SERVER_NAME}
 
     async def fetch(session: aiohttp.ClientSession, begin: int) -> None:
-        end = min(begin + RANGE_BYTES, len(data))
-        headers = {"Range": f"bytes={begin}-{end - 1}", **shown}
-        async with slots, session.get(target, headers=headers, allow_redirects=False, **tls) as response:
-            if response.status != 206 or response.content_length != end - begin:
+        place = data[begin : begin + RANGE_BYTES]
+        async with slots:
+            await fetch_range(session, target, place, begin, timeout=TIMEOUT, **shown)
+        advance(len(place))
+
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        with shown_fetch(ref) as advance:
+            await together(fetch(session, begin) for begin in range(0, len(data), RANGE_BYTES))
+    return await asyncio.to_thread(checked, ref, data)
+
+
+def shown_access(access: BlobAccess | None) -> dict[str, Any]:
+    """Return the arguments of a request by which a reader is let in, and knows the server."""
+    if access is None:
+        return {}
+    headers = {"Authorization": bearer(access)}
+    return {"headers": headers, "ssl": reader_context(access), "server_hostname": SERVER_NAME}
+
+
+async def fetch_range(
+    session: aiohttp.ClientSession, target: str, place: memoryview, begin: int, *,
+    timeout: aiohttp.ClientTimeout, headers: Mapping[str, str] = NO_HEADERS, **tls: Any,
+) -> None:  # fmt: skip
+    """Fetch the bytes from `begin` on into `place`, as many as it has. Raises `BusError`."""
+    if headers and not target.startswith("https://"):
+        raise BusError(f"{target} is no server of a secured run: its token would travel in the clear")
+    end, at = begin + len(place), 0
+    asked = {"Range": f"bytes={begin}-{end - 1}", **headers}
+    try:
+        async with session.get(
+            target, headers=asked, allow_redirects=False, timeout=timeout, **tls
+        ) as response:
+            if response.status != 206 or response.content_length != len(place):
                 got = f"status {response.status} and {response.content_length} bytes"
                 raise BusError(f"{target}: {got} for those from {begin} to {end}")
             async for piece in response.content.iter_any():
-                data[begin : begin + len(piece)] = piece
-                begin += len(piece)
-                advance(len(piece))
-
-    try:
-        async with aiohttp.ClientSession(timeout=TIMEOUT, auto_decompress=False) as session:
-            with shown_fetch(ref) as advance:
-                await together(fetch(session, begin) for begin in range(0, len(data), RANGE_BYTES))
+                place[at : at + len(piece)] = piece
+                at += len(piece)
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise BusError(f"{target}: {error!r}") from error
-    return await asyncio.to_thread(checked, ref, data)
 
 
 def most_connections() -> int:
@@ -346,6 +439,11 @@ def most_connections() -> int:
 def _access_subject(bus: Bus, origin: str) -> str:
     """Return the subject on which the server at `origin` says what it asks of its readers."""
     return bus.subject("access", xxhash.xxh3_64_hexdigest(origin.encode()))
+
+
+def parts_subject(bus: Bus, origin: str) -> str:
+    """Return the subject on which the learner with the server at `origin` says where parts are."""
+    return bus.subject("access", xxhash.xxh3_64_hexdigest(f"{origin} parts".encode()))
 
 
 def own_address(bus: Bus, host: str) -> str:

@@ -18,6 +18,16 @@ Words = NDArray[np.unsignedinteger]
 class _Memory(mmap.mmap):
     """Memory of `new_memory`, as against mapped files."""
 
+    lent: list[tuple[int, int]] | None = None
+    """While others read all of it: pages that nothing else refers to any more, by their start and size."""
+
+    def free(self, start: int, size: int) -> None:
+        """Return pages to the system, when nobody reads them any more."""
+        if self.lent is None:
+            self.madvise(mmap.MADV_DONTNEED, start, size)
+        else:
+            self.lent.append((start, size))
+
 
 def new_memory(size_bytes: int) -> memoryview:
     """Return memory to read into, a mapping of its own."""
@@ -38,5 +48,21 @@ def words_in(data: Data, word: type[np.unsignedinteger], count: int, start: int)
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # pages that others have a part of stay
     whole_pages = (start + words.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if whole_pages > 0:
-        weakref.finalize(words, mapping.madvise, mmap.MADV_DONTNEED, first, whole_pages).atexit = False
+        weakref.finalize(words, mapping.free, first, whole_pages).atexit = False
     return words
+
+
+def lend(data: memoryview) -> None:
+    """Have memory of `new_memory` keep its contents until `take_back`, though tensors in it may go."""
+    mapping = data.obj
+    assert isinstance(mapping, _Memory)
+    mapping.lent = []
+
+
+def take_back(data: memoryview) -> None:
+    """Return the pages of tensors that went since `lend` to the system."""
+    mapping = data.obj
+    assert isinstance(mapping, _Memory)
+    pages, mapping.lent = mapping.lent or [], None
+    for start, size in pages:
+        mapping.free(start, size)

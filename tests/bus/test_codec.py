@@ -88,13 +88,15 @@ from bus.trajectory import (
 from bus.weight_requests import (
     BlobAccess,
     BlobAccessAsked,
-    BlobAsked,
-    BlobOffer,
     BroadcastBegin,
     BroadcastEnd,
     BroadcastWanted,
     GroupLeft,
     OfferedBucket,
+    PartFailed,
+    PartsAsked,
+    PartsFound,
+    PartSource,
 )
 from tests.factories import make_lease, make_trajectory, make_turn
 
@@ -142,9 +144,19 @@ EXAMPLES = (
     DELTAS[0],
     KEPT,
     ADAPTED,
-    BlobAsked(blob=BLOB),
-    BlobOffer(
-        url="https://10.0.0.1:8000", access=BlobAccess(token="t", certificate="-----BEGIN CERTIFICATE-----")
+    PartFailed(part=0, url="https://10.0.0.2:8000", is_damaged=True),
+    PartSource(part=0, url="https://10.0.0.1:8000"),
+    PartsAsked(
+        blob="w8",
+        host="host-1",
+        url="https://10.0.0.1:8000",
+        have=b"\0\1",
+        failed=(PartFailed(part=0, url="https://10.0.0.2:8000", is_damaged=True),),
+    ),
+    PartsFound(
+        sources=(
+            PartSource(part=0, url="https://10.0.0.1:8000", access=BlobAccess(token="t", certificate="c")),
+        )
     ),
     BlobAccess(token="t", certificate="-----BEGIN CERTIFICATE-----"),
     BlobAccessAsked(),

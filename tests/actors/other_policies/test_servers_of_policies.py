@@ -17,15 +17,12 @@ from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.server.nats_server import free_port
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
 from storage.model_files.packed_files import bundle
-from storage.settings.weights_transport import RelayConfig
-from storage.weights.blob_sources import blob_source
 from tests.actors.held_out import published
 from tests.actors.tiny import tiny_model
 
@@ -49,16 +46,6 @@ async def rival(server, directory):
         manifest = await published(connected, 0, tiny_model("qwen3", seed=1))
         await connected.put("policy", replace(manifest, model=files))
         yield connected
-
-
-async def test_a_relay_at_a_fixed_port_serves_the_runs_own_weights_alone(bus, rival, directory, tmp_path):
-    further = FurtherSettings(rival, EmbeddedEngineConfig(seed=0), (), 4)
-    relay = RelayConfig(site="here", host="127.0.0.1", port=free_port("127.0.0.1"), directory=tmp_path)
-    actors = ActorsConfig(weights=relay)
-    async with blob_source(bus, relay), AsyncExitStack() as opened:
-        claims = EngineClaims(bus, "actor-a")
-        opener = PolicyOpener(actors, {"rival": further}, opened, directory, claims, shards=1, logs=tmp_path)
-        assert await opener.open("rival", asyncio.Event()) is not None
 
 
 async def test_a_server_of_another_actors_policy_is_refused_to_a_further_policy_and_the_other_way_round(

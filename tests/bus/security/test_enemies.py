@@ -202,19 +202,19 @@ async def test_a_header_erases_all_keys_where_roll_ups_are_allowed(
 
 
 async def test_a_role_that_hears_itself_may_not_answer_itself_on_any_subject(keys: SecureDirectory):
-    credentials = load_credentials(keys.path / RUN / "actor.creds")
+    credentials = load_credentials(keys.path / RUN / "storage.creds")
     subject = f"sluice.{RUN}.notice.policy"
-    async with as_role(keys, "learner") as learner, enemy(credentials) as actor:
+    async with as_role(keys, "learner") as learner, enemy(credentials) as storage:
         heard = asyncio.Event()
         await learner.client.flush()
         async with operator_of(keys) as bus:
             await bus.listen(subject, Done, lambda _: heard.set())
             await bus.client.flush()
-            own = await actor.subscribe(f"sluice.{RUN}.relay.me")
-            await actor.publish(f"sluice.{RUN}.relay.me", b"", reply=subject)
+            own = await storage.subscribe(f"sluice.{RUN}.notice.pace")
+            await storage.publish(f"sluice.{RUN}.notice.pace", b"", reply=subject)
             asked = await own.next_msg(timeout=20)
-            await actor.publish(asked.reply, encode(Done()))
-            await actor.flush()
+            await storage.publish(asked.reply, encode(Done()))
+            await storage.flush()
             await bus.client.flush()
     assert asked.reply == subject
     assert not heard.is_set()

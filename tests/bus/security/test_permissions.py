@@ -83,7 +83,7 @@ async def forbidden(bus: Bus, doing: Callable[[], Awaitable[object]]) -> bool:
 
 
 FORBIDDEN_SUBJECTS = {
-    "storage": ("access.a", "relay.a", "weights.policy.1.snapshot.0", "notice.policy", "outcomes.rewards.0",
+    "storage": ("access.a", "weights.policy.1.snapshot.0", "notice.policy", "outcomes.rewards.0",
                 "trajectories.0", "broadcast.begin", "broadcast.end", "notice.snapshot"),
     "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "outcomes.rejected",
                 "files.heldout.x.0", "rpc.data", "notice.pace", "broadcast.begin", "broadcast.end", "dead.x"),
@@ -91,9 +91,9 @@ FORBIDDEN_SUBJECTS = {
               "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other",
               "rpc.profile", "notice.pace"),
     "judge": ("weights.policy.1.snapshot.0", "trajectories.0", "outcomes.rejected", "tasks.rollout.1",
-              "events.metrics", "rpc.lease", "notice.policy", "notice.pace", "dead.x", "access.a", "relay.a",
+              "events.metrics", "rpc.lease", "notice.policy", "notice.pace", "dead.x", "access.a",
               "broadcast.begin"),
-    "watcher": ("access.a", "relay.a", "trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease",
+    "watcher": ("access.a", "trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease",
                 "rpc.profile", "weights.x", "dead.x", "notice.pace", "tasks.rollout.1", "broadcast.begin"),
 }  # fmt: skip
 
@@ -303,7 +303,6 @@ async def test_requests_are_answered_across_roles(as_role: As):
         ("storage", "learner", "rpc.batch"),
         ("learner", "actor", "broadcast.wanted"),
         ("learner", "actor", "access.a"),
-        ("actor", "actor", "relay.near"),
         ("actor", "operator", "rpc.engines.a"),
         ("learner", "operator", "rpc.profile"),
     ):

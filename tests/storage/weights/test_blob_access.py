@@ -6,6 +6,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from bus.security.credentials import load_credentials
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
 from bus.weight_requests import BlobAccess, BlobAccessAsked
-from storage.settings.weights_transport import HttpTransport, RelayConfig
+from storage.settings.weights_transport import HttpTransport, PeerConfig
 from storage.weights import blob_http
 from storage.weights.blob_files import file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
-from storage.weights.blob_http import BlobServer, HttpBlobs, ask_access, download
-from storage.weights.blob_sources import Blobs, Relay
+from storage.weights.blob_http import BlobServer, HttpBlobs, ask_access, download, file_in
+from storage.weights.blob_sources import Blobs
+from storage.weights.swarm import Swarm
 
 pytestmark = pytest.mark.nats
 As = Callable[..., AbstractAsyncContextManager[Bus]]
@@ -68,7 +70,7 @@ async def origin(learner: Bus, tmp_path: Path) -> AsyncIterator[HttpBlobs]:
     await store.close()
 
 
-async def test_actor_reads_weights_from_the_learner_and_from_a_relay(
+async def test_actor_reads_weights_from_the_learner_and_from_another_actor(
     learner: Bus, actor: Bus, origin: HttpBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(blob_http, "RANGE_BYTES", 100_000)
@@ -77,13 +79,13 @@ async def test_actor_reads_weights_from_the_learner_and_from_a_relay(
     ref = await origin.put([data], "one", 1)
     assert ref.origin.startswith("https://127.0.0.1:")
     assert await Blobs(actor).get(ref) == data
-    relay = Relay(actor, Blobs(actor), RelayConfig(site="near"), tmp_path / "relay")
-    await relay.start()
-    leaf = Blobs(actor, RelayConfig(via="near"))
-    assert await leaf.get(ref) == data
-    await origin.close()
-    assert await leaf.get(ref) == data  # the relay has it
-    await relay.close()
+    one, other = Swarm(actor, PeerConfig()), Swarm(actor, PeerConfig())
+    assert await one.get(ref) == data
+    sent = origin.sent_bytes
+    assert await other.get(ref) == data
+    assert origin.sent_bytes == sent, "the other actor has it"
+    await one.close()
+    await other.close()
 
 
 def test_weights_are_read_on_the_event_loop_of_processes(tmp_path: Path):
@@ -182,17 +184,18 @@ async def test_reader_trusts_no_other_server_and_sends_no_token_in_the_clear(
         await download(ref.origin.replace("https:", "http:"), ref, other)
 
 
-async def test_relay_without_a_token_is_not_used_on_a_secured_bus(
+async def test_host_without_a_token_is_not_used_on_a_secured_bus(
     actor: Bus, origin: HttpBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ref = await origin.put([b"weights"], "one", 1)
-    relay = Relay(actor, Blobs(actor), RelayConfig(site="near"), tmp_path / "relay")
-    await relay.start()
-    monkeypatch.setattr(relay._server, "_guard", None)
+    one, other = Swarm(actor, PeerConfig()), Swarm(actor, PeerConfig())
+    one._url = "https://127.0.0.1:1"  # it serves without a token
+    assert await one.get(ref) == b"weights"
     with structlog.testing.capture_logs() as logs:
-        assert await Blobs(actor, RelayConfig(via="near")).get(ref) == b"weights"
-    assert [entry["event"] for entry in logs] == ["relay_dropped"]
-    await relay.close()
+        assert await other.get(ref) == b"weights"
+    assert "host_of_weights_avoided" in [entry["event"] for entry in logs]
+    await one.close()
+    await other.close()
 
 
 async def test_advertised_url_without_tls_is_refused(learner: Bus, tmp_path: Path):
@@ -238,7 +241,7 @@ async def test_reader_that_takes_nothing_is_cut_off(
 ):
     monkeypatch.setattr(blob_http, "STALLED_S", 0.3)
     (tmp_path / "big.blob").write_bytes(bytes(64 << 20))
-    server = BlobServer(tmp_path, HttpTransport(), setting="x.port")
+    server = BlobServer(partial(file_in, tmp_path), HttpTransport(), setting="x.port")
     port = int((await server.start(actor if secured else bus)).rpartition(":")[2])
     cut, send = asyncio.Event(), blob_http._send
 

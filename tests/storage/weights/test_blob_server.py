@@ -1,6 +1,7 @@
 """What the blob server does not serve, and whom it does not wait for."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -9,7 +10,7 @@ import pytest
 from bus.connection import Bus
 from storage.settings.weights_transport import ServerConfig
 from storage.weights import blob_http
-from storage.weights.blob_http import BlobServer
+from storage.weights.blob_http import BlobServer, file_in
 
 
 @pytest.mark.nats
@@ -19,7 +20,7 @@ async def test_links_and_long_names_are_not_found(bus: Bus, tmp_path: Path):
     (tmp_path / "secret").write_bytes(b"secret")
     (served / "link.blob").symlink_to(tmp_path / "secret")
     (served / "own.blob").write_bytes(b"own")
-    server = BlobServer(served, ServerConfig(), setting="x.port")
+    server = BlobServer(partial(file_in, served), ServerConfig(), setting="x.port")
     url = await server.start(bus)
     async with aiohttp.ClientSession() as session:
         missing = ("link.blob", "%00.blob", "a%00b.blob", "%ff.blob", "a" * 5000 + ".blob")
@@ -33,7 +34,7 @@ async def test_links_and_long_names_are_not_found(bus: Bus, tmp_path: Path):
 async def test_connections_that_ask_for_nothing_give_way(bus: Bus, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(blob_http, "most_connections", lambda: 8)
     (tmp_path / "own.blob").write_bytes(b"own")
-    server = BlobServer(tmp_path, ServerConfig(), setting="x.port")
+    server = BlobServer(partial(file_in, tmp_path), ServerConfig(), setting="x.port")
     url = await server.start(bus)
     port = int(url.rpartition(":")[2])
     mute = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]

@@ -1,9 +1,6 @@
 """Every way that published weights take: what arrives is what was put, or it is refused."""
 
-import asyncio
-import math
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,10 +9,8 @@ import aiohttp
 import aiohttp.web
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef
 from bus.server.nats_server import free_port
 from bus.topology import MIB
 from storage.settings.weights_transport import (
@@ -24,13 +19,12 @@ from storage.settings.weights_transport import (
     BusTransport,
     FilesTransport,
     HttpTransport,
-    RelayConfig,
     Transport,
 )
 from storage.weights import blob_files, blob_http
 from storage.weights.blob_files import FileBlobs, file_name, read_file
 from storage.weights.blob_http import HttpBlobs
-from storage.weights.blob_sources import Blobs, Relay, blob_source
+from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import blob_store, chosen_transport
 from tests.storage.serving import refusing_disk
 
@@ -68,16 +62,6 @@ async def origin(bus, tmp_path):
     await store.start()
     yield store
     await store.close()
-
-
-@pytest.fixture
-async def relay(bus, tmp_path):
-    """Relay of the site "near"."""
-    settings = RelayConfig(site="near", host="127.0.0.1", keep=3)
-    relay = Relay(bus, Blobs(bus), settings, tmp_path / "relay")
-    await relay.start()
-    yield relay
-    await relay.close()
 
 
 def damage(directory: Path, ref):
@@ -233,152 +217,6 @@ async def test_a_blob_of_an_unknown_transport_is_refused(bus, origin):
         await Blobs(bus).get(replace(ref, origin="ftp://host"))
 
 
-# --- relays ---
-
-
-async def test_a_relay_fetches_a_blob_once_and_serves_it_when_the_learner_no_longer_does(bus, origin, relay):
-    data = os.urandom(400_000)
-    ref = await origin.put([data], "one", 1)
-    leaves = [Blobs(bus, RelayConfig(via="near")) for _ in range(4)]
-    assert await asyncio.gather(*(leaf.get(ref) for leaf in leaves)) == [data] * 4
-    await origin.close()
-    assert await Blobs(bus, RelayConfig(via="near")).get(ref) == data
-    assert await relay.get(ref) == data
-    with pytest.raises(BusError):
-        await Blobs(bus).get(ref)
-
-
-async def test_relays_make_a_tree(bus, origin, relay, tmp_path):
-    data = os.urandom(300_000)
-    ref = await origin.put([data], "one", 1)
-    settings = RelayConfig(site="far", via="near", host="127.0.0.1")
-    async with blob_source(bus, settings) as far:
-        assert await Blobs(bus, RelayConfig(via="far")).get(ref) == data
-        await origin.close()
-        await relay.close()
-        assert await far.get(ref) == data
-        assert list(relay._kept) == [ref]
-
-
-async def test_a_relay_that_serves_bad_bytes_is_dropped_and_the_learner_asked(bus, origin, relay, tmp_path):
-    first, second = await origin.put([os.urandom(9000)], "one", 1), await origin.put([b"second"], "one", 2)
-    await relay.get(first)
-    damage(tmp_path / "relay", first)
-    leaf = Blobs(bus, RelayConfig(via="near"))
-    assert len(await leaf.get(first)) == 9000
-    assert leaf._dropped == {relay.url: math.inf}
-    assert await relay.get(first) == await leaf.get(first)  # it mended its own file
-    await relay.get(second)
-    await relay.close()
-    assert await leaf.get(second) == b"second"
-
-
-async def test_a_relay_that_served_nothing_is_asked_again_after_a_minute(bus, origin, relay, tmp_path):
-    first, second = await origin.put([b"first"], "one", 1), await origin.put([b"second"], "one", 2)
-    await relay.get(first)
-    leaf = Blobs(bus, RelayConfig(via="near"))
-    (tmp_path / "relay" / file_name(first)).unlink()
-    assert await leaf.get(first) == b"first"
-    assert leaf._dropped[relay.url] <= time.monotonic() + 60.0
-    leaf._dropped[relay.url] = time.monotonic()  # it is over
-    await relay.get(second)
-    await origin.close()
-    assert await leaf.get(second) == b"second"
-
-
-async def test_two_that_find_a_relays_file_damaged_both_get_the_blob(bus, origin, relay, tmp_path):
-    ref = await origin.put([os.urandom(9000)], "one", 1)
-    data = await relay.get(ref)
-    damage(tmp_path / "relay", ref)
-    assert await asyncio.gather(relay.get(ref), relay.get(ref)) == [data, data]
-
-
-async def test_a_relay_that_closes_ends_what_it_fetches(bus, tmp_path):
-    class Silent:
-        async def get(self, ref):
-            await asyncio.Event().wait()
-
-    relay = Relay(bus, Silent(), RelayConfig(site="near", host="127.0.0.1"), tmp_path / "relay")
-    await relay.start()
-    ref = BlobRef(subject="one", chunks=1, size_bytes=1, digest="", origin="http://127.0.0.1:1")
-    asked = asyncio.create_task(relay.get(ref))
-    await asyncio.sleep(0)
-    await asyncio.wait_for(relay.close(), TIMEOUT_S)
-    with pytest.raises(BusError, match="the relay of near was closed"):
-        await asyncio.wait_for(asked, TIMEOUT_S)
-
-
-async def test_without_any_relay_the_learner_is_asked_at_once(bus, origin):
-    ref = await origin.put([b"x"], "one", 1)
-    async with asyncio.timeout(20):
-        assert await Blobs(bus, RelayConfig(via="nowhere")).get(ref) == b"x"
-
-
-async def test_a_relay_that_cannot_get_a_blob_says_so_and_recovers(bus, origin, relay):
-    ref = await origin.put([b"x" * 10], "one", 1)
-    await origin.delete(ref)
-    leaf = Blobs(bus, RelayConfig(via="near"))
-    with pytest.raises(BusError, match="404"):
-        await leaf.get(ref)
-    assert await origin.put([b"x" * 10], "one", 1) == ref
-    assert await leaf.get(ref) == b"x" * 10
-    assert not leaf._dropped
-
-
-async def test_a_relay_keeps_the_newest_blobs(bus, origin, relay, tmp_path):
-    for n in range(5):
-        await relay.get(await origin.put([b"%d" % n], "one", n))
-    assert len(list((tmp_path / "relay").glob("*.blob"))) == 3
-
-
-async def test_a_relay_keeps_no_more_bytes_than_it_may(bus, origin, tmp_path):
-    settings = RelayConfig(site="near", host="127.0.0.1", keep_bytes=1000)
-    relay = Relay(bus, Blobs(bus), settings, tmp_path / "relay")
-    await relay.start()
-    refs = [await origin.put([bytes([n]) * size], "one", n) for n, size in enumerate((400, 400, 500, 1001))]
-    await asyncio.gather(*(relay.get(ref) for ref in refs))
-    kept = [path.stat().st_size for path in (tmp_path / "relay").glob("*.blob")]
-    assert sum(kept) <= 1000
-    assert len(kept) == 2
-    leaf = Blobs(bus, RelayConfig(via="near"))
-    assert len(await leaf.get(refs[3])) == 1001  # from the learner: the relay refuses
-    assert not leaf._dropped
-    assert sum(path.stat().st_size for path in (tmp_path / "relay").glob("*.blob")) <= 1000
-    await relay.close()
-
-
-async def test_a_relays_directory_goes_with_it_and_those_of_killed_ones_at_the_next_start(bus, tmp_path):
-    abandoned, young = tmp_path / "sluice-relay-old", tmp_path / "sluice-relay-young"
-    for directory in (abandoned, young):
-        directory.mkdir()
-        (directory / "x.blob").write_bytes(b"x")
-    os.utime(abandoned, (0, 0))
-    settings = RelayConfig(site="near", host="127.0.0.1", directory=tmp_path)
-    async with blob_source(bus, settings) as first:
-        assert not abandoned.exists()
-        own = first._files.directory
-        os.utime(own, (0, 0))
-        async with blob_source(bus, settings.model_copy(update={"site": "far"})):
-            assert own.exists()
-    assert list(tmp_path.glob("sluice-relay-*")) == [young]
-
-
-async def test_a_relays_directory_that_cannot_be_made_is_named(bus, tmp_path):
-    (tmp_path / "file").write_text("no directory")
-    settings = RelayConfig(site="near", host="127.0.0.1", directory=tmp_path / "file/cache")
-    with pytest.raises(ConfigError, match=r"set actors\.weights\.directory"):
-        async with blob_source(bus, settings):
-            pass
-
-
-async def test_a_relays_port_that_is_taken_is_named(bus, origin):
-    port = int(origin._files.origin.rsplit(":", 1)[1])
-    settings = RelayConfig(site="near", host="127.0.0.1", port=port)
-    with pytest.raises(ConfigError, match=r"set actors.weights.port"):
-        async with blob_source(bus, settings):
-            pass
-
-
 class BucketTransport(Transport):
     """A transport that somebody adds."""
 
@@ -402,11 +240,6 @@ async def test_a_transport_that_is_added_states_all_that_others_go_by(bus, tmp_p
     await store.start()
     ref = await store.put([b"some", b"thing"], "policy", 7)
     assert bytes(await Blobs(bus).get(ref)) == b"something"
-
-
-def test_a_host_is_not_its_own_source():
-    with pytest.raises(ValidationError, match="would wait for each other"):
-        RelayConfig(site="a", via="a")
 
 
 async def test_auto_takes_the_bus_up_to_a_fourth_of_the_stream_and_http_beyond(bus):

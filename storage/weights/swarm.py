@@ -1,0 +1,219 @@
+"""Fetches blobs by parts, from other hosts and from the learner, and serves those that are here meanwhile."""
+
+import asyncio
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import structlog
+
+from bus.connection import Bus
+from bus.errors import BusError, DamagedError
+from bus.messages import BlobRef
+from bus.process.work_progress import Advance
+from bus.streams.blob_store import shown_fetch
+from bus.waiting import cancelled
+from bus.weight_requests import BlobAccess, PartFailed, PartsAsked, PartsFound, PartSource
+from storage.disk.atomic_files import Data
+from storage.settings.weights_transport import PeerConfig
+from storage.weights.blob_files import file_name
+from storage.weights.blob_http import (
+    ASK_S,
+    PEER_TIMEOUT,
+    TIMEOUT,
+    BlobServer,
+    ask_access,
+    fetch_range,
+    parts_subject,
+    shown_access,
+)
+from storage.weights.blob_parts import is_part, part_range
+from storage.weights.new_memory import lend, new_memory, take_back
+from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S
+
+log = structlog.get_logger()
+POLL_S = 0.1
+"""Seconds until the learner is asked again where parts are, unless one has come."""
+ORIGIN_FAILURES = 3
+"""Failures of the learner's server, without a part that came meanwhile, after which a blob cannot be had."""
+
+
+Asked = Callable[["HeldBlob", tuple[PartFailed, ...]], PartsAsked]
+"""Function that makes the question where parts are, of a blob and of what failed."""
+
+
+class HeldBlob:
+    """A blob of which some parts are here, in memory that its tensors will share."""
+
+    def __init__(self, ref: BlobRef) -> None:
+        self.ref = ref
+        self.size_bytes = ref.size_bytes
+        self.data = new_memory(ref.size_bytes)
+        lend(self.data)
+        self.states = bytearray(ref.parts)
+        self.filling = asyncio.Lock()
+        self.used_s = time.monotonic()
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether every part is here, verified."""
+        return self.states.count(HAD) == self.ref.parts
+
+    def has(self, begin: int, end: int) -> bool:
+        """Tell whether these bytes are here, verified."""
+        size = self.ref.part_bytes
+        return all(state == HAD for state in self.states[begin // size : -(-end // size)])
+
+    def read(self, begin: int, count: int) -> Data:
+        """Return bytes; none of what is not here any more."""
+        self.used_s = time.monotonic()
+        return self.data[begin : begin + count] if self.has(begin, begin + count) else b""
+
+    def close(self) -> None:
+        """Do nothing: the memory stays for other readers."""
+
+
+class Swarm:
+    """The parts of blobs that this process has: it takes from other hosts first and from the learner last."""
+
+    def __init__(self, bus: Bus, config: PeerConfig) -> None:
+        self._bus = bus
+        self._config = config
+        self._host = f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._held: dict[str, HeldBlob] = {}
+        """Blobs by the name under which they are served, the oldest first."""
+        self._server = BlobServer(self._held.get, config, setting="actors.weights.port")
+        self._starting = asyncio.Lock()
+        self._again: asyncio.TimerHandle | None = None
+        """When it is looked again what is kept for too long."""
+        self._url: str | None = None
+        """URL at which others get parts; empty for a host that serves none, None before the first fetch."""
+
+    async def get(self, ref: BlobRef) -> Data:
+        """Return the bytes behind `ref`. Raises `BusError` where neither hosts nor the learner have a part;
+        those that are here by then need not be fetched again."""
+        async with self._starting:
+            if self._url is None:
+                self._url = await self._server.start(self._bus) if self._config.serve else ""
+        name = file_name(ref)
+        held = self._held.get(name)
+        if held is None or held.ref != ref:
+            held = self._held[name] = HeldBlob(ref)
+        async with held.filling:
+            if not held.is_whole:
+                with shown_fetch(ref) as advance:
+                    await _Fetch(self._bus, held, self._asked, advance).run()
+            held.used_s = time.monotonic()
+        self._forget()
+        return held.data
+
+    def _asked(self, held: HeldBlob, failed: tuple[PartFailed, ...]) -> PartsAsked:
+        return PartsAsked(
+            blob=held.ref.subject, host=self._host, url=self._url or "", access=self._server.access,
+            have=bytes(held.states), failed=failed,
+        )  # fmt: skip
+
+    def _forget(self) -> None:
+        """Keep what others may be told to take from here, as far as there is room, and look again then."""
+        now, size_bytes = time.monotonic(), sum(held.size_bytes for held in self._held.values())
+        idle = [name for name, held in self._held.items() if not held.filling.locked()]
+        for name in idle:
+            held = self._held[name]
+            is_over = now - held.used_s > SERVED_S
+            if is_over or (size_bytes > self._config.keep_bytes and name != idle[-1]):
+                size_bytes -= held.size_bytes
+                del self._held[name]
+                held.states[:] = bytes(held.ref.parts)  # for who is reading it
+                take_back(held.data)
+        if self._again is not None:
+            self._again.cancel()
+        self._again = asyncio.get_running_loop().call_later(SERVED_S, self._forget) if self._held else None
+
+    async def close(self) -> None:
+        """Serve no longer."""
+        await self._server.close()
+        self._url = None
+        self._held.clear()
+        self._forget()
+
+
+class _Fetch:
+    """Fetches the parts of one blob that are not here, a few at a time, from where the learner says."""
+
+    def __init__(self, bus: Bus, held: HeldBlob, asked: Asked, advance: Advance) -> None:
+        self._bus, self._held, self._asked, self._advance = bus, held, asked, advance
+        self._running: dict[asyncio.Task[None], PartSource] = {}
+        self._failed: list[PartFailed] = []
+        self._origin_failures = 0
+        self._shown: dict[BlobAccess | None, dict[str, Any]] = {}
+        """Arguments of requests to servers, by what they ask for."""
+
+    async def run(self) -> None:
+        """Return when all parts are here. Raises `BusError` where one cannot be had."""
+        held, subject = self._held, parts_subject(self._bus, self._held.ref.origin)
+        access = await ask_access(self._bus, held.ref.origin)
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            try:
+                while not held.is_whole:
+                    asked = self._asked(held, tuple(self._failed))
+                    self._failed.clear()
+                    found = await self._bus.request(subject, asked, PartsFound, timeout_s=ASK_S)
+                    for source in found.sources:
+                        self._begin(session, source, access)
+                    await self._some_end()
+            finally:
+                await cancelled(*self._running)
+                for source in self._running.values():
+                    held.states[source.part] = LACKED
+        with suppress(BusError):  # others may be sent here for all of it; if not, they get it elsewhere
+            await self._bus.request(subject, self._asked(held, ()), PartsFound, timeout_s=ASK_S)
+
+    def _begin(self, session: aiohttp.ClientSession, source: PartSource, access: BlobAccess | None) -> None:
+        self._held.states[source.part] = FETCHED
+        task = asyncio.create_task(self._part(session, source, access), name=f"part {source.part}")
+        self._running[task] = source
+
+    async def _some_end(self) -> None:
+        """Wait a moment for parts that are fetched. Raises the error of the learner's server if it fails."""
+        if not self._running:
+            await asyncio.sleep(POLL_S)
+            return
+        ended, _ = await asyncio.wait(self._running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            source, error = self._running.pop(task), task.exception()
+            self._held.states[source.part] = HAD if error is None else LACKED
+            if error is None:
+                self._origin_failures = 0
+                continue
+            if not isinstance(error, BusError):
+                raise error
+            damaged = isinstance(error, DamagedError)
+            log.warning("part_not_fetched", part=source.part, url=source.url, reason=str(error))
+            self._failed.append(PartFailed(part=source.part, url=source.url, is_damaged=damaged))
+            self._origin_failures += not source.url
+            if self._origin_failures >= ORIGIN_FAILURES:
+                raise error
+
+    async def _part(
+        self, session: aiohttp.ClientSession, source: PartSource, access: BlobAccess | None
+    ) -> None:
+        """Fetch a part and verify it. Raises `BusError`; `DamagedError` for other bytes than it has."""
+        ref, access = self._held.ref, source.access if source.url else access
+        if self._bus.secured and access is None:
+            raise BusError(f"{source.url} asks for no token on a secured bus")
+        if access not in self._shown:
+            self._shown[access] = shown_access(access)
+        begin, end = part_range(ref, source.part)
+        target = f"{source.url or ref.origin}/{file_name(ref)}"
+        await fetch_range(
+            session, target, self._held.data[begin:end], begin,
+            timeout=PEER_TIMEOUT if source.url else TIMEOUT, **self._shown[access],
+        )  # fmt: skip
+        if not await asyncio.to_thread(is_part, ref, source.part, self._held.data[begin:end]):
+            raise DamagedError(f"{target}: part {source.part} does not have its digest")
+        self._advance(end - begin)

@@ -1,0 +1,82 @@
+"""Where hosts are sent for parts of a blob."""
+
+import pytest
+
+from bus.weight_requests import PartFailed, PartsAsked
+from storage.weights import part_tracker
+from storage.weights.part_tracker import ORIGIN, PartTracker
+
+PARTS = 3
+HERE, THERE = "http://10.0.0.", "http://10.9.9."
+
+
+class Run:
+    """Hosts that ask one tracker, by a clock of their own."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self._tracker = PartTracker(lambda: self.now_s)
+
+    def ask(self, host, have, *failed):
+        """Where the host is told to get each part."""
+        asked = PartsAsked(blob="b", host=host, url=host, have=bytes(have), failed=failed)
+        return {source.part: source.url for source in self._tracker.sources(asked)}
+
+
+@pytest.fixture
+def run():
+    return Run()
+
+
+def test_each_part_is_sent_once_by_the_learner_and_then_by_who_has_it(run):
+    assert run.ask(HERE + "1", [0, 0, 0]) == dict.fromkeys(range(PARTS), ORIGIN)
+    assert run.ask(HERE + "2", [0, 0, 0]) == {}
+    assert run.ask(HERE + "1", [1, 2, 2]) == {}
+    assert run.ask(HERE + "2", [0, 0, 0]) == {0: HERE + "1"}
+
+
+def test_a_part_goes_once_to_a_far_place_and_from_near_hosts_to_others_there(run):
+    run.ask(HERE + "1", [1, 1, 1])
+    assert run.ask(THERE + "1", [0, 0, 0]) == dict.fromkeys(range(PARTS), HERE + "1")
+    assert run.ask(THERE + "2", [0, 0, 0]) == {}
+    assert run.ask(HERE + "2", [0, 1, 1]) == {0: HERE + "1"}, "which is near and has it"
+    run.ask(THERE + "1", [1, 2, 2])
+    assert run.ask(THERE + "2", [0, 0, 0]) == {0: THERE + "1"}
+
+
+def test_what_a_host_fetches_is_told_to_another_if_it_falls_silent_or_is_slow(run):
+    run.ask(HERE + "1", [0, 1, 1])
+    run.now_s = part_tracker.SILENT_S + 0.1
+    assert run.ask(HERE + "2", [0, 1, 1]) == {0: ORIGIN}
+    while run.now_s < 3 * part_tracker.SLOW_S:
+        run.now_s += 1
+        run.ask(HERE + "2", [2, 1, 1])
+    assert run.ask(HERE + "3", [0, 1, 1]) == {0: ORIGIN}
+
+
+def test_a_server_is_avoided_by_whom_it_failed_and_by_all_when_two_accuse_it(run):
+    run.ask(HERE + "1", [1, 1, 1])
+    lie = PartFailed(part=0, url=HERE + "1", is_damaged=True)
+    assert run.ask(HERE + "2", [0, 0, 0]) == dict.fromkeys(range(PARTS), HERE + "1")
+    assert run.ask(HERE + "2", [0, 1, 1], lie) == {0: ORIGIN}
+    assert run.ask(HERE + "3", [1, 0, 1]).keys() == {1}
+    run.ask(HERE + "3", [1, 0, 1], lie)
+    assert HERE + "1" not in run.ask(HERE + "4", [1, 1, 0]).values()
+    run.now_s = part_tracker.AVOIDED_S + 1
+    run.ask(HERE + "1", [1, 1, 1])
+    assert run.ask(HERE + "5", [1, 1, 0]) == {2: HERE + "1"}
+
+
+def test_a_host_that_many_read_from_is_given_to_no_more_until_others_have_the_part(run):
+    run.ask(HERE + "0", [1, 1, 1])
+    readers = [HERE + str(n) for n in range(1, part_tracker.MOST_READERS + 1)]
+    assert all(run.ask(reader, [0, 1, 1]) == {0: HERE + "0"} for reader in readers)
+    assert run.ask(HERE + "99", [0, 1, 1]) == {}
+    run.ask(readers[0], [1, 1, 1])
+    assert run.ask(HERE + "99", [0, 1, 1]) == {0: readers[0]}
+
+
+def test_a_host_that_was_not_heard_for_long_is_nobodys_source(run):
+    run.ask(HERE + "1", [1, 1, 1])
+    run.now_s = part_tracker.SERVED_S + 1
+    assert run.ask(HERE + "2", [0, 1, 1]) == {0: ORIGIN}

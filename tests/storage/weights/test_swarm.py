@@ -1,0 +1,191 @@
+"""Hosts pass parts of weights on to each other, and the learner sends each part about once."""
+
+import asyncio
+import os
+import random
+
+import aiohttp
+import pytest
+from structlog.testing import capture_logs
+
+from bus.errors import BusError
+from bus.messages import BlobRef
+from storage.settings.weights_transport import HttpTransport, PeerConfig
+from storage.weights import blob_http, blob_parts, blob_sources, swarm
+from storage.weights.blob_files import file_name
+from storage.weights.blob_http import HttpBlobs
+from storage.weights.blob_parts import BlockDigests, is_part, part_range
+from storage.weights.blob_sources import Blobs
+from storage.weights.swarm import Swarm
+
+pytestmark = pytest.mark.nats
+TIMEOUT_S = 30
+BLOCK = 50_000
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(blob_parts, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(blob_sources, "SMALL_BYTES", BLOCK)
+    monkeypatch.setattr(swarm, "POLL_S", 0.02)
+
+
+@pytest.fixture
+async def origin(bus, tmp_path):
+    store = HttpBlobs(bus, tmp_path / "origin", HttpTransport(host="127.0.0.1"))
+    await store.start()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def host(bus):
+    """Make hosts, which end with the test."""
+    made = []
+
+    def make(**config):
+        made.append(Swarm(bus, PeerConfig(**{"host": "127.0.0.1"} | config)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+def ref_of(content, **parts):
+    digests = BlockDigests()
+    assert b"".join(digests.passing(content)) == b"".join(content)
+    return digests.ref("one", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 1_234_567])
+def test_every_part_has_a_digest_however_the_content_is_cut(size, monkeypatch):
+    monkeypatch.setattr(blob_parts, "MOST_PARTS", 7)
+    data = os.urandom(size)
+    cuts = sorted(random.Random(0).choices(range(size + 1), k=20))
+    pieces = [data[begin:end] for begin, end in zip([0, *cuts], [*cuts, size], strict=True)]
+    ref = ref_of(pieces)
+    assert ref == ref_of([data])
+    assert (ref.size_bytes, ref.parts) == (size, -(-size // ref.part_bytes))
+    assert ref.parts <= 7
+    ranges = [part_range(ref, part) for part in range(ref.parts)]
+    assert b"".join(data[begin:end] for begin, end in ranges) == data
+    for part, (begin, end) in enumerate(ranges):
+        assert is_part(ref, part, data[begin:end])
+        assert not is_part(ref, part, data[begin : end - 1] + bytes([data[end - 1] ^ 1]))
+
+
+async def test_eight_receivers_take_about_one_copy_from_the_learner(bus, origin, host):
+    data = os.urandom(40 * BLOCK)
+    ref = await origin.put([data], "one", 1)
+    async with asyncio.timeout(TIMEOUT_S):
+        found = await asyncio.gather(*(host().get(ref) for _ in range(8)))
+        assert all(one == data for one in found)
+        assert origin.sent_bytes <= 1.2 * len(data)
+        late = origin.sent_bytes
+        assert await host().get(ref) == data
+    assert origin.sent_bytes == late, "who comes later takes all from hosts"
+
+
+async def test_fetch_goes_on_by_part_where_it_was_interrupted(origin, host, tmp_path, monkeypatch):
+    data = os.urandom(20 * BLOCK)
+    ref = await origin.put([data], "one", 1)
+    path = tmp_path / "origin" / file_name(ref)
+    one, fetch, left = host(), blob_http.fetch_range, [10]
+
+    async def some(*arguments, **named):
+        left[0] -= 1
+        if left[0] < 0:
+            raise BusError("the network is away")
+        await fetch(*arguments, **named)
+
+    async with asyncio.timeout(TIMEOUT_S):
+        with monkeypatch.context() as broken:
+            broken.setattr(swarm, "fetch_range", some)
+            with pytest.raises(BusError, match="the network is away"):
+                await one.get(ref)
+        assert origin.sent_bytes == 10 * BLOCK
+        assert await one.get(ref) == data
+    assert origin.sent_bytes == len(data)
+    path.unlink()
+    with pytest.raises(BusError, match="404"):
+        await asyncio.wait_for(host(serve=False).get(ref_without_hosts(ref)), TIMEOUT_S)
+
+
+def ref_without_hosts(ref):
+    """The same blob under another name, which nobody has."""
+    return BlobRef(**{name: getattr(ref, name) for name in BlobRef.__slots__} | {"subject": "nobody"})
+
+
+async def test_a_host_that_lies_is_named_and_avoided_and_its_part_taken_elsewhere(origin, host):
+    data = os.urandom(20 * BLOCK)
+    ref = await origin.put([data], "one", 1)
+    liar = host()
+    async with asyncio.timeout(TIMEOUT_S):
+        (await liar.get(ref))[:] = bytes(len(data))
+        sent = origin.sent_bytes
+        with capture_logs() as logs:
+            found = await asyncio.gather(*(host().get(ref) for _ in range(3)))
+    assert all(one == data for one in found)
+    damaged = [entry for entry in logs if entry["event"] == "host_of_weights_avoided"]
+    assert {entry["url"] for entry in damaged} == {liar._url}
+    assert all(entry["is_damaged"] for entry in damaged)
+    assert origin.sent_bytes - sent <= 1.3 * len(data)
+
+
+async def test_hosts_that_are_dead_or_say_nothing_cost_a_bounded_time(origin, host, monkeypatch):
+    monkeypatch.setattr(swarm, "PEER_TIMEOUT", aiohttp.ClientTimeout(total=0.5))
+    data = os.urandom(20 * BLOCK)
+    ref = await origin.put([data], "one", 1)
+    dead, mute = host(), host()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(dead.get(ref), mute.get(ref))
+        await dead.close()
+        mute._held[file_name(ref)].has = lambda begin, end: True
+        mute._server._counted = lambda sent: asyncio.Event().wait()
+        assert await host().get(ref) == data
+
+
+async def test_strangers_get_nothing_that_is_not_here_and_nothing_but_blobs(origin, host):
+    ref = await origin.put([os.urandom(3 * BLOCK)], "one", 1)
+    one = host()
+    await asyncio.wait_for(one.get(ref), TIMEOUT_S)
+    one._held[file_name(ref)].states[1] = 0
+    async with aiohttp.ClientSession() as session:
+        for name, asked, status in (
+            (file_name(ref), f"bytes=0-{BLOCK - 1}", 206), (file_name(ref), f"bytes=0-{BLOCK}", 404),
+            (file_name(ref), f"bytes={2 * BLOCK}-{3 * BLOCK - 1}", 206), ("else.blob", "bytes=0-1", 404),
+        ):  # fmt: skip
+            async with session.get(f"{one._url}/{name}", headers={"Range": asked}) as response:
+                assert response.status == status, asked
+
+
+async def test_a_bound_on_the_bandwidth_holds_for_all_readers_together(bus, tmp_path, host):
+    data = os.urandom(10 * BLOCK)
+    store = HttpBlobs(bus, tmp_path / "slow", HttpTransport(host="127.0.0.1", bytes_per_s=len(data)))
+    await store.start()
+    ref = await store.put([data], "one", 1)
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await host().get(ref) == data
+    assert asyncio.get_running_loop().time() - began >= 0.5
+    await store.close()
+
+
+async def test_weights_are_kept_a_while_for_others_only_in_bounded_memory(origin, host):
+    one = host(keep_bytes=5 * BLOCK)
+    refs = [await origin.put([os.urandom(3 * BLOCK)], "one", n) for n in range(3)]
+    async with asyncio.timeout(TIMEOUT_S):
+        for ref in refs:
+            await one.get(ref)
+    assert list(one._held) == [file_name(refs[2])]
+
+
+async def test_small_blobs_and_those_without_parts_come_from_the_learner_at_once(bus, origin):
+    class Nobody:
+        async def get(self, ref):
+            raise AssertionError(ref)
+
+    data = os.urandom(BLOCK)
+    ref = await origin.put([data], "one", 1)
+    assert await Blobs(bus, Nobody()).get(ref) == data
