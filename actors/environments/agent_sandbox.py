@@ -37,7 +37,6 @@ class SandboxedPrograms:
             build_backend(self._limits.backend, listens=True),
             self._limits,
             at_once=config.programs + config.heldout_programs,
-            warm=self._limits.warm,
         )
 
     async def run(self, task: Task, session: Session, description: str, left: Path) -> ProgramEnd:

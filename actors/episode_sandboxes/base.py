@@ -4,6 +4,7 @@ commands, so that a back end does nothing else."""
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -84,6 +85,8 @@ class EpisodeSandbox:
     """A sandbox with files, for one episode."""
 
     running: RunningSandbox
+    room: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """What is given back when it has ended."""
 
     async def run(self, command: Command) -> CommandResult:
         """Carry out a command, as `RunningSandbox.run` does."""
@@ -114,7 +117,8 @@ class EpisodeSandbox:
 
     async def close(self) -> None:
         """End the sandbox with all that runs in it."""
-        await self.running.close()
+        async with self.room:
+            await self.running.close()
 
     async def _piped(
         self, script: str, path: str, *, stdin: bytes = b"", output_bytes: int = 1 << 16

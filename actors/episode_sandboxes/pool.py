@@ -3,13 +3,15 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
-from actors.episode_sandboxes.base import EpisodeSandbox, RunningSandbox, SandboxBackend
+from actors.episode_sandboxes.base import EpisodeSandbox, SandboxBackend
+from actors.episode_sandboxes.host_budget import HostBudget
 from actors.episodes.errors import ToolError
-from actors.settings.episode_sandboxes import SandboxLimits
+from actors.settings.episode_sandboxes import HostSandboxes, SandboxLimits
+from bus.waiting import cancelled
 
 log = structlog.get_logger()
 
@@ -17,12 +19,12 @@ log = structlog.get_logger()
 class SandboxPool:
     """Gives each episode a sandbox of its own, once there is room for it."""
 
-    def __init__(self, backend: SandboxBackend, limits: SandboxLimits, *, at_once: int, warm: int) -> None:
+    def __init__(self, backend: SandboxBackend, config: HostSandboxes, *, at_once: int) -> None:
         self._backend = backend
-        self._limits = limits
+        self._config = config
+        self._budget = HostBudget(config.host_budget)
         self._places = asyncio.Semaphore(at_once)
-        self._warm = warm
-        self._ready: deque[RunningSandbox] = deque()
+        self._ready: deque[EpisodeSandbox] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -33,12 +35,11 @@ class SandboxPool:
         """Have a sandbox while inside, of the settings' image and limits unless others are named.
 
         Raises ToolError."""
-        limits = limits or self._limits
         async with self._places:
-            is_usual = image is None and limits == self._limits
-            running = self._ready.popleft() if self._ready and is_usual else None
+            is_usual = image is None and limits is None
+            sandbox = self._ready.popleft() if self._ready and is_usual else None
             self._fill()
-            sandbox = EpisodeSandbox(running or await self._backend.start(image, limits))
+            sandbox = sandbox or await self._started(image, limits or self._config)
             try:
                 yield sandbox
             finally:
@@ -46,8 +47,8 @@ class SandboxPool:
 
     @asynccontextmanager
     async def further(self, image: str | None) -> AsyncIterator[EpisodeSandbox]:
-        """Have another sandbox while inside, for who has one: it waits for none. Raises ToolError."""
-        sandbox = EpisodeSandbox(await self._backend.start(image, self._limits))
+        """Have another sandbox while inside, for who has closed the one that it had. Raises ToolError."""
+        sandbox = await self._started(image, self._config)
         try:
             yield sandbox
         finally:
@@ -57,19 +58,25 @@ class SandboxPool:
         """End the sandboxes that wait, and the back end."""
         self._is_closed = True
         if self._filling is not None:
-            await asyncio.wait([self._filling])
+            await cancelled(self._filling)
         while self._ready:
             await self._ready.popleft().close()
         await self._backend.close()
+        self._budget.close()
+
+    async def _started(self, image: str | None, limits: SandboxLimits) -> EpisodeSandbox:
+        async with AsyncExitStack() as room:
+            await room.enter_async_context(self._budget.room(limits))
+            return EpisodeSandbox(await self._backend.start(image, limits), room.pop_all())
 
     def _fill(self) -> None:
-        if self._warm and not self._is_closed and (self._filling is None or self._filling.done()):
+        if self._config.warm and not self._is_closed and (self._filling is None or self._filling.done()):
             self._filling = asyncio.create_task(self._start_ahead(), name="warm sandboxes")
 
     async def _start_ahead(self) -> None:
-        while len(self._ready) < self._warm and not self._is_closed:
+        while len(self._ready) < self._config.warm and not self._is_closed:
             try:
-                self._ready.append(await self._backend.start(None, self._limits))
+                self._ready.append(await self._started(None, self._config))
             except ToolError as error:  # an episode that needs one meets the same
                 log.warning("no_sandbox_ahead", reason=str(error))
                 return

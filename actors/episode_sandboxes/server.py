@@ -63,10 +63,8 @@ class SandboxServer:
             raise ConfigError(f"set the variable {config.token_variable} to a token that clients give")
         self._config = config
         self._expected = f"Bearer {token}".encode()
-        self._limits = limits_of({}, config)
-        self._pool = SandboxPool(
-            build_backend(config.backend), self._limits, at_once=config.at_once, warm=config.warm
-        )
+        self._usual = limits_of({}, config)
+        self._pool = SandboxPool(build_backend(config.backend), config, at_once=config.at_once)
         self._lent: dict[str, _Lent] = {}
         self._starting = 0
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -96,14 +94,16 @@ class SandboxServer:
     async def _start(self, request: web.Request) -> web.Response:
         body = await request.json()
         body = body if isinstance(body, dict) else {}
-        image, limits = body.get("image"), limits_of(body, self._limits)
+        image, limits = body.get("image"), limits_of(body, self._usual)
         if len(self._lent) + self._starting >= self._config.at_once:
             return web.json_response({"error": f"{self._config.at_once} sandboxes are lent"}, status=FULL)
         self._starting += 1
         opened = AsyncExitStack()
         try:
             sandbox = await opened.enter_async_context(
-                self._pool.sandbox(None if image is None else str(image), limits)
+                self._pool.sandbox(
+                    None if image is None else str(image), None if limits == self._usual else limits
+                )
             )
         finally:
             self._starting -= 1

@@ -1,9 +1,9 @@
 """Settings of episodes' sandboxes: where they run, and what they may use. Loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
 
@@ -25,14 +25,52 @@ class SandboxLimits(Config):
     """Size of the workspace, in MiB, and of /tmp and /dev/shm each."""
 
 
-class PoolConfig(SandboxLimits):
-    """How many sandboxes there are, and what each may use."""
+class HostBudgetConfig(Config):
+    """What the sandboxes of all actors of a user on this host may use together; further ones wait."""
 
-    at_once: int = Field(32, ge=1)
-    """Most sandboxes of this actor at a time; further episodes wait for one."""
+    sandboxes: int | None = Field(None, ge=1)
+    """Most sandboxes at a time; `None` is any number."""
+
+    memory_mb: int | None = Field(None, ge=64)
+    """Sum of their `memory_mb`."""
+
+    disk_mb: int | None = Field(None, ge=1)
+    """Sum of their `disk_mb`."""
+
+    wait_s: float = Field(3600.0, gt=0)
+    """Longest time that a sandbox waits for room; then its episode fails."""
+
+    @property
+    def amounts(self) -> tuple[int | None, int | None, int | None]:
+        """Return the most of each that they may use."""
+        return self.sandboxes, self.memory_mb, self.disk_mb
+
+
+class HostSandboxes(SandboxLimits):
+    """What sandboxes may use, each and together."""
+
+    host_budget: HostBudgetConfig = HostBudgetConfig()
+    """What those of all actors of this host may use together."""
 
     warm: int = Field(0, ge=0)
     """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
+
+    @model_validator(mode="after")
+    def _one_finds_room(self) -> Self:
+        for name in ("memory_mb", "disk_mb"):
+            each, together = getattr(self, name), getattr(self.host_budget, name)
+            if together is not None and each > together:
+                raise ValueError(
+                    f"{name}={each} of a sandbox exceeds host_budget.{name}={together}: none would ever start"
+                )
+        return self
+
+
+class PoolConfig(HostSandboxes):
+    """How many sandboxes an actor has, and what they may use."""
+
+    at_once: int = Field(32, ge=1)
+    """Most sandboxes of this actor at a time; further episodes wait for one."""
 
 
 class NamespaceSandboxes(Config):
@@ -95,14 +133,11 @@ SandboxBackendConfig = Annotated[
 ]
 
 
-class ProgramSandboxes(SandboxLimits):
+class ProgramSandboxes(HostSandboxes):
     """Sandboxes in which the programs of agents run, one in each."""
 
     backend: LocalBackendConfig = NamespaceSandboxes()
     """Where sandboxes run. An image needs `python3`, which brings requests to the gateway."""
-
-    warm: int = Field(0, ge=0)
-    """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
 
 
 class SandboxServerConfig(PoolConfig):

@@ -1,10 +1,15 @@
 """Settings of the tools that an episode's sandbox offers. Loads without torch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from actors.settings.episode_sandboxes import NamespaceSandboxes, PoolConfig, SandboxBackendConfig
+from actors.settings.episode_sandboxes import (
+    HostBudgetConfig,
+    NamespaceSandboxes,
+    PoolConfig,
+    SandboxBackendConfig,
+)
 
 TOOLS = {"shell": ("shell",), "python": ("python",), "files": ("read_file", "write_file", "edit_file")}
 """Names of the tools by what offers them."""
@@ -39,6 +44,12 @@ class SandboxToolConfig(PoolConfig):
     python: str | None = None
     """Interpreter of the Python session; `None` is the actor's own in namespaces, with its packages, and
     `python3` elsewhere."""
+
+    @model_validator(mode="after")
+    def _host_has_them(self) -> Self:
+        if self.backend.type == "http" and self.host_budget != HostBudgetConfig():
+            raise ValueError("`host_budget` bounds sandboxes of this host: set it where their server runs")
+        return self
 
     @property
     def on_this_host(self) -> bool:

@@ -117,9 +117,7 @@ class Sandboxes:
     def __init__(self, config: SandboxToolConfig) -> None:
         """Raises ConfigError where the back end does not work here."""
         self._config = config
-        self._pool = SandboxPool(
-            build_backend(config.backend), config, at_once=config.at_once, warm=config.warm
-        )
+        self._pool = SandboxPool(build_backend(config.backend), config, at_once=config.at_once)
         self._closing = asyncio.Lock()
         self._is_closed = False
 

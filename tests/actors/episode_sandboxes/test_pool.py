@@ -1,11 +1,17 @@
 """How many sandboxes there are at a time, and which are started ahead."""
 
 import asyncio
+import subprocess
+import sys
+import tempfile
+
+import pytest
 
 from actors.episode_sandboxes.base import SandboxBackend
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episode_sandboxes.pool import SandboxPool
-from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
+from actors.episodes.errors import ToolError
+from actors.settings.episode_sandboxes import HostSandboxes, NamespaceSandboxes
 from tests.actors.episode_sandboxes.backends import said
 
 
@@ -24,7 +30,8 @@ class Counted:
         end = sandbox.close
 
         async def close():
-            self.running.remove(sandbox)
+            if sandbox in self.running:
+                self.running.remove(sandbox)
             await end()
 
         sandbox.close = close
@@ -37,7 +44,7 @@ class Counted:
 
 async def test_an_actor_has_so_many_sandboxes_at_a_time_and_some_ahead():
     backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes()))
-    pool = SandboxPool(backend, SandboxLimits(), at_once=2, warm=1)
+    pool = SandboxPool(backend, HostSandboxes(warm=1), at_once=2)
     together = asyncio.Barrier(2)
 
     async def episode(number):
@@ -48,8 +55,52 @@ async def test_an_actor_has_so_many_sandboxes_at_a_time_and_some_ahead():
     assert await asyncio.gather(*map(episode, range(6))) == [f"{n}\n" for n in range(6)]
     assert backend.most <= 3
     await pool._filling
-    [ahead] = backend.running
+    [ahead] = [one.running for one in pool._ready]
     async with pool.sandbox() as sandbox:
         assert sandbox.running is ahead
     await pool.close()
     assert backend.running == []
+
+
+HOLD = """
+import asyncio
+from actors.episode_sandboxes.host_budget import HostBudget
+from actors.settings.episode_sandboxes import HostBudgetConfig, SandboxLimits
+async def main():
+    async with HostBudget(HostBudgetConfig(memory_mb=4000)).room(SandboxLimits(memory_mb=1000)):
+        print("held", flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def test_sandboxes_of_all_actors_of_a_host_share_its_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    other = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE)  # noqa: ASYNC220
+    backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes()))
+    host = {"memory_mb": 2000, "disk_mb": 10000, "wait_s": 0.3}
+    pool = SandboxPool(backend, HostSandboxes(memory_mb=1000, host_budget=host), at_once=9)
+    try:
+        assert await asyncio.to_thread(other.stdout.readline) == b"held\n"
+        async with pool.sandbox() as first:
+            with pytest.raises(ToolError, match=r"no room for a sandbox for 0\.3 s"):
+                async with pool.sandbox():
+                    pass
+            await first.close()  # a check comes after it, in its place
+            async with pool.further(None):
+                pass
+            other.kill()
+            await asyncio.to_thread(other.wait)
+            async with pool.sandbox(), pool.sandbox():  # what a killed actor had is free
+                assert len(backend.running) == 2
+        assert len(list(tmp_path.rglob("actor-*"))) == 1
+    finally:
+        other.kill()
+        other.stdout.close()
+        await pool.close()
+
+
+def test_a_budget_in_which_no_sandbox_finds_room_is_refused():
+    with pytest.raises(ValueError, match=r"disk_mb=256 of a sandbox exceeds host_budget\.disk_mb=100"):
+        HostSandboxes(host_budget={"disk_mb": 100})
