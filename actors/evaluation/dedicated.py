@@ -25,6 +25,10 @@ from bus.waiting import bounded
 from storage.weights.blob_sources import BlobSource
 
 log = structlog.get_logger()
+LOOK_S = 20.0
+"""Time in which a server that runs answers."""
+LEFT_TOKENS = 16
+"""Tokens of the shortest prompt that is worth an answer."""
 
 
 def exact_engine(engine: EngineConfig) -> EngineConfig:
@@ -84,12 +88,6 @@ async def refuse_unfit_servers(
         log.warning("evaluation_servers_not_tried", policy_version=policy.policy_version, reason=str(error))
     else:
         await check_weights(settings, model, state, policy.policy_version)
-
-
-LOOK_S = 20.0
-"""Time in which a server that runs answers."""
-LEFT_TOKENS = 16
-"""Tokens of the shortest prompt that is worth an answer."""
 
 
 async def check_servers(settings: SglangEngineConfig, model: Path, *, max_new_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Averages of the numbers that environments give with their episodes."""
+"""Counts how the episodes of an actor ended, and averages the numbers that environments give with them."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -22,8 +22,13 @@ from bus.actor_counters import (
 from bus.codec import Json
 from bus.trajectory import End
 
+log = structlog.get_logger()
 RECENT = 1000
-"""Episodes that screens show: a judge that fails after a day is to be seen at once."""
+"""Latest episodes, by which screens tell and average: a judge that fails after a day is seen at once."""
+MOST_NAMES = 100
+"""Names that are kept: an environment that invents one for each episode costs no memory without end."""
+TAKEN_NAMES = frozenset({"time_s", "source", "step", "kind", "event"})
+"""Names of what every row of the record begins with."""
 
 
 class EpisodeEnds:
@@ -68,16 +73,6 @@ def sampled_counts(trajectories: Iterable[AgentTrajectory]) -> SampledCounts:
         rewarded=len(rewarded),
         reward_sum=float(sum(part.reward for part in rewarded)),
     )
-
-
-log = structlog.get_logger()
-RECENT = 1000
-"""Episodes over which a number is averaged."""
-MOST_NAMES = 100
-"""Names that are kept: an environment that invents one for each episode costs no memory without end."""
-
-TAKEN_NAMES = frozenset({"time_s", "source", "step", "kind", "event"})
-"""Names of what every row of the record begins with."""
 
 
 class EpisodeMetrics:

@@ -29,6 +29,9 @@ from storage.metrics.records import Record
 POLL_S = 0.5
 STOP_TIMEOUT_S = 180.0
 """A learner may take two minutes to finish its step and save a checkpoint."""
+T = TypeVar("T")
+AT_ONCE = 64
+"""Most groups whose trajectories are taken at a time."""
 
 
 class Run:
@@ -150,11 +153,6 @@ class Run:
     def _raise_failure(self) -> None:
         if self._process is not None and (failure := self._process.failure()) is not None:
             raise failure
-
-
-T = TypeVar("T")
-AT_ONCE = 64
-"""Most groups whose trajectories are taken at a time."""
 
 
 def new_rows(run: RunDirectory) -> Callable[[], Sequence[Record]]:

@@ -16,6 +16,9 @@ NOT_SCORES = {
     *HEAD, "policy_version", "incarnation", "prompts", "seconds", "oldest_version", "newest_version",
     "failed", "data_set", "samples", "lag_versions",
 }  # fmt: skip
+HELD_OUT = "held-out"
+DIGITS = 6
+"""Significant digits of the values that are sent."""
 
 
 class ScoreCurves:
@@ -51,11 +54,6 @@ class ScoreCurves:
             rows = [self._latest[step] for step in sorted(self._latest)]
             found.add(steps_of(rows), columns(rows, NOT_SCORES))
         return found
-
-
-HELD_OUT = "held-out"
-DIGITS = 6
-"""Significant digits of the values that are sent."""
 
 
 class RunCurves:

@@ -25,6 +25,13 @@ from launch.settings.run_config import Layer
 from launch.settings.sources import Source
 from launch.settings.tree import nearest
 
+HUB = "https://hub.primeintellect.ai/{}/simple/"
+"""Package index of an owner on the Environments Hub."""
+ADAPTERS = Path(__file__).with_name("adapters")
+PROCESS = ADAPTERS / "adapter_process.py"
+ROWS_TIMEOUT_S = 3600.0
+REASONING_GYM = "reasoning_gym"
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -36,10 +43,6 @@ class Kind:
     """What stands behind the colon, for errors."""
     network: Literal["gateway", "host"] = "gateway"
     """What its process reaches while it plays; all may reach the network while rows are made."""
-
-
-HUB = "https://hub.primeintellect.ai/{}/simple/"
-"""Package index of an owner on the Environments Hub."""
 
 
 def _of_verifiers(name: str) -> tuple[str, ...]:
@@ -62,12 +65,6 @@ KINDS: Mapping[str, Kind] = {
     ),
 }
 """Each kind by its name, whose adapter is `adapters/NAME_adapter.py`."""
-
-
-ADAPTERS = Path(__file__).with_name("adapters")
-PROCESS = ADAPTERS / "adapter_process.py"
-ROWS_TIMEOUT_S = 3600.0
-REASONING_GYM = "reasoning_gym"
 
 
 class EnvironmentFile(Config):

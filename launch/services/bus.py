@@ -25,6 +25,11 @@ log = structlog.get_logger()
 PORTS = range(1 << 16)
 PERIOD_S = 1.0
 """Time between two looks at the disk."""
+LOOK_S = 0.5
+TELL_AGAIN_S = 10.0
+"""Seconds until a run is told again that could not be told of its keys."""
+CONNECT_S = 5.0
+"""Longest wait for the server, as an operator of a run."""
 
 
 async def serve_bus(
@@ -128,14 +133,6 @@ async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -
         if await set_within(stop, PERIOD_S):
             return False
     return True
-
-
-log = structlog.get_logger()
-LOOK_S = 0.5
-TELL_AGAIN_S = 10.0
-"""Seconds until a run is told again that could not be told of its keys."""
-CONNECT_S = 5.0
-"""Longest wait for the server, as an operator of a run."""
 
 
 async def follow_directory(server: NatsServer, keys: SecureDirectory, stop: asyncio.Event) -> None:

@@ -29,6 +29,7 @@ from storage.settings.exact_arithmetic import MOST_TOKENS
 Finished = list[tuple[GenerationRequest, Generation]]
 Prompt = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
 """Tokens, and the digests and places of the images among them."""
+SLIDING = "sliding_attention"
 
 
 class BatchedDecoder:
@@ -373,9 +374,6 @@ def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
             f"the embedded engine serves {states} by transformers 5.24 and later: upgrade it, or use sglang"
         )
     return [FULL_ATTENTION if kind == SLIDING else kind for kind in kinds]
-
-
-SLIDING = "sliding_attention"
 
 
 class DecodeMasks:

@@ -35,6 +35,8 @@ ROW = np.dtype(
         ("version", np.int32),  # of the weights that computed its oldest keys and values
     ]
 )
+STATES = ("conv_states", "recurrent_states")
+"""What transformers calls them in its own cache."""
 
 
 @dataclass(slots=True)
@@ -319,10 +321,6 @@ def _doubled(have: int, need: int, smallest: int) -> int:
     while size < need:
         size *= 2
     return size
-
-
-STATES = ("conv_states", "recurrent_states")
-"""What transformers calls them in its own cache."""
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped

@@ -17,6 +17,15 @@ from storage.weights.fp8 import dequantised
 from storage.weights.int4 import unpacked
 from storage.weights.quantisation import BLOCKS, PACKED, int4_names, scale_names, weight_of
 
+_ONE = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+"""Qwen's and Mixtral's words."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LANGUAGE = "model.language_model."
+"""Begins the names of the language model in a vision-language model."""
+_APART = "mtp."
+"""Begins the names of heads for several next tokens that are no layers (Qwen3-Next, Qwen3.5)."""
+
 
 def prepare_weights(
     model: PreTrainedModel, state: Mapping[str, Tensor], *, complete: bool
@@ -88,18 +97,6 @@ def _from_int4(name: str, state: Mapping[str, Tensor]) -> Tensor:
     codes, scales, shape = (state[each] for each in int4_names(name))
     words = codes.numpy().view(np.uint32)
     return torch.from_numpy(unpacked(words, scales.float().numpy(), int(shape[1])))
-
-
-_ONE = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
-_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-"""Qwen's and Mixtral's words."""
-
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_LANGUAGE = "model.language_model."
-"""Begins the names of the language model in a vision-language model."""
-_APART = "mtp."
-"""Begins the names of heads for several next tokens that are no layers (Qwen3-Next, Qwen3.5)."""
 
 
 def without_heads_behind(state: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:

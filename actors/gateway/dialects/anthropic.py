@@ -39,6 +39,16 @@ EDITS: Mapping[str, JSON] = {
     "insert_text": {"type": "string"},
     "view_range": {"type": "array", "items": LINE, "description": "first and last line"},
 }
+FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+SIGNATURE = "recorded"
+"""Thinking is signed, as clients expect; the gateway accepts any signature."""
 
 
 def _schema(properties: Mapping[str, JSON], *required: str) -> Mapping[str, JSON]:
@@ -80,18 +90,6 @@ def client_side(kind: str) -> tuple[str, Mapping[str, JSON]] | None:
     """Return what a tool of such a type does and its parameters; None where clients do not carry it out."""
     dated = DATED.fullmatch(kind)
     return CLIENT_SIDE.get(dated[1]) if dated else None
-
-
-FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-}
-SIGNATURE = "recorded"
-"""Thinking is signed, as clients expect; the gateway accepts any signature."""
 
 
 class _Source(Body):

@@ -30,6 +30,8 @@ PLAIN = ("", "functions")
 """Namespaces whose tools keep their names."""
 INPUT = "input"
 """Parameter by which a custom tool gets its text."""
+MOST_KEPT = 32
+"""Answers of a session that its requests may go on from."""
 
 
 class DeclaredTool(Body):
@@ -103,10 +105,6 @@ def custom_input(call: ToolCall) -> str:
     except ToolCallError:
         text = None
     return text if isinstance(text, str) else call.arguments
-
-
-MOST_KEPT = 32
-"""Answers of a session that its requests may go on from."""
 
 
 class _Part(Part):

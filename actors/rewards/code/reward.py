@@ -22,6 +22,9 @@ SPARE_BYTES = 1 << 16
 LONGEST_REASON = 300
 IDLE_PROGRAM = "pass"
 """Program that fails every test, and breaks none."""
+_FENCE = re.compile(r"(`{3,})[^`]*+|(~{3,}).*+")
+LONGEST_NUMBER = 100
+"""Characters of a number that is compared by its value."""
 
 
 class BrokenTestsError(Exception):
@@ -129,11 +132,6 @@ def _as_json(call: CallTest) -> dict[str, object]:
 @cache
 def _harness() -> str:
     return Path(__file__).with_name("in_sandbox.py").read_text()
-
-
-_FENCE = re.compile(r"(`{3,})[^`]*+|(~{3,}).*+")
-LONGEST_NUMBER = 100
-"""Characters of a number that is compared by its value."""
 
 
 def program_in(text: str) -> str:

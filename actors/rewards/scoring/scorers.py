@@ -31,6 +31,7 @@ from bus.trajectory import LARGEST_REWARD
 Found = TypeVar("Found")
 CHOICE = "reward"
 """Field of a prompt's metadata that names the reward of its answers."""
+EXPECTED = "a reward is a finite number that float32 holds, a dict of such numbers by name, Scored, or LATER"
 
 
 class Scorer:
@@ -290,9 +291,6 @@ class GroupScorer:
         if any(one is LATER for one in found):
             raise RewardError(f"{where} returned LATER: a group's rewards have to be known together")
         return [one for one in found if isinstance(one, Scored)]
-
-
-EXPECTED = "a reward is a finite number that float32 holds, a dict of such numbers by name, Scored, or LATER"
 
 
 def checked(

@@ -21,6 +21,11 @@ from bus.trajectory import FinishReason
 SETS, LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 """What an answer calls the kept ids of each token, and its log-prob among them."""
 Sets = list[NDArray[np.int32]]
+BAD_REQUEST = 400
+REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_EVENT_END = b"\n\n"
+_DATA = b"data: "
+_LAST = b"[DONE]"
 
 
 def read_kept(
@@ -70,10 +75,6 @@ def _arrays(sets: Sequence[Sequence[int]]) -> Sets:
 def kept_sets(sets: Sets, request: GenerationRequest) -> KeptSets | None:
     """Return the sets of a generation; None where the request wants none."""
     return KeptSets.of(sets) if request.sampling.records_kept else None
-
-
-BAD_REQUEST = 400
-REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def read_answer(
@@ -232,11 +233,6 @@ def _routed(
 
 def _name(request: GenerationRequest) -> str:
     return f"request {request.request_id}"
-
-
-_EVENT_END = b"\n\n"
-_DATA = b"data: "
-_LAST = b"[DONE]"
 
 
 class Streamed:
