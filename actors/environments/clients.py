@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from hmac import compare_digest
 from typing import Self
 
@@ -154,7 +155,8 @@ class ClientsEnvironment:
         with self._offers.offering(task) as offer:
             await self._claimed(offer)
             own = offer.own
-            task = task if own is None else _in_place_of(task, own.task)
+            if own is not None:
+                task = replace(own.task, task_id=task.task_id)
             metadata: dict[str, Json] = {} if own is None else {"client_task": own.name}
             async with self._gateway.session(policy, task.task_id) as session:
                 session.reward_owner = None if self._scoring is not None else self._owner(offer)
@@ -314,10 +316,6 @@ class ClientsEnvironment:
             return
         reason = "give the gateway's token as a bearer token: `launch gateway --show-token` says it"
         raise RefusedError(401, "unknown_token", reason)
-
-
-def _in_place_of(task: Task, own: Task) -> Task:
-    return Task(task_id=task.task_id, prompt=own.prompt, label=own.label, metadata=own.metadata)
 
 
 def _failed(task: Task, reason: str) -> EpisodeError:

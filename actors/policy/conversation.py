@@ -94,7 +94,7 @@ def continued(
         (
             len(part.messages),
             len(part.messages) == len(whole.messages),
-            -_written_otherwise(part),
+            -len(part.healed) - len(part.realigned),
             number,
             part,
         )
@@ -105,7 +105,3 @@ def continued(
         return None
     *_, number, part = max(found, key=lambda candidate: candidate[:4])
     return number, part
-
-
-def _written_otherwise(conversation: Conversation) -> int:
-    return len(conversation.healed) + len(conversation.realigned)

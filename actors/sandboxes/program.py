@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from types import CodeType, TracebackType
+from types import TracebackType
 
 from actors.sandboxes import kernel
 from actors.sandboxes.limits import Limits
@@ -62,7 +62,7 @@ def run_code(source: str, packages: tuple[str, ...]) -> int:
     main = {"__name__": "__main__", "__builtins__": builtins, "__file__": NAME}
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     try:
-        exec(_compiled(source), main)  # this is what the sandbox is for
+        exec(compile(source, NAME, "exec", dont_inherit=True), main)  # this is what the sandbox is for
         status = 0
     except SystemExit as asked:
         status = _status_of(asked)
@@ -83,10 +83,6 @@ def _forget_the_host(packages: tuple[str, ...]) -> None:
     sys.path[:] = [*standard, *packages]
     sys.argv[:] = [NAME]
     sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]
-
-
-def _compiled(source: str) -> CodeType:
-    return compile(source, NAME, "exec", dont_inherit=True)
 
 
 def _status_of(asked: SystemExit) -> int:

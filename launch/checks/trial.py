@@ -153,15 +153,12 @@ class Trial:
 def _account(trajectories: Sequence[AgentTrajectory], seconds: float) -> str:
     """Return the numbers of a rollout in a line."""
     turns = sum(len(one.turns) for one in trajectories)
-    trained, tokens = (sum(int(n) for n in of) for of in zip(*map(_tokens, trajectories), strict=True))
+    trained = sum(int(one.loss_mask.sum()) for one in trajectories)
+    tokens = sum(len(one.token_ids) for one in trajectories)
     return (
         f"--- {len(trajectories)} trajectories, {turns} turns; {trained} of {tokens} tokens are trained; "
         f"{seconds:.2f} s"
     )
-
-
-def _tokens(one: AgentTrajectory) -> tuple[int, int]:
-    return int(one.loss_mask.sum()), len(one.token_ids)
 
 
 async def try_model(

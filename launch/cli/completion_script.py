@@ -181,30 +181,19 @@ def script(shell: str) -> str:
     """Return the script: what may follow each command, and the values of each flag that has only some.
 
     A value that it does not know is completed as a file's name."""
-    text, write = SHELLS[shell]
-    words, values = _tables()
-    return text.replace("@WORDS@", write(words)).replace("@VALUES@", write(values))
+    text, entry = SHELLS[shell]
+    for place, table in zip(("@WORDS@", "@VALUES@"), _tables(), strict=True):
+        lines = (entry.format(key, " ".join(words)) for key, words in table.items())
+        text = text.replace(place, "\n".join(lines))
+    return text
 
 
-def _bash_table(entries: Table) -> str:
-    """Return the lines of an associative array of bash."""
-    return "\n".join(f"  ['{key}']='{' '.join(words)}'" for key, words in entries.items())
-
-
-def _zsh_table(entries: Table) -> str:
-    """Return the lines of an associative array of zsh."""
-    return "\n".join(f"    '{key}' '{' '.join(words)}'" for key, words in entries.items())
-
-
-def _fish_table(entries: Table) -> str:
-    """Return the cases of a switch of fish, each of which prints words."""
-    return "\n".join(
-        f"        case '{key}'\n            echo {' '.join(words)}" for key, words in entries.items()
-    )
-
-
-SHELLS = {"bash": (BASH, _bash_table), "zsh": (ZSH, _zsh_table), "fish": (FISH, _fish_table)}
-"""Script of each shell, and what writes a table for it."""
+SHELLS = {
+    "bash": (BASH, "  ['{}']='{}'"),
+    "zsh": (ZSH, "    '{}' '{}'"),
+    "fish": (FISH, "        case '{}'\n            echo {}"),
+}
+"""Script of each shell, and the entry of its tables for a key and its words."""
 
 
 def _tables() -> tuple[Table, Table]:

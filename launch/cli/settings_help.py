@@ -54,7 +54,8 @@ def show_summary(console: Console, options: ConsoleOptions, panel: HelpPanel) ->
         return
     count = len({name for name in there if "." in name})
     console.print(Text(f"Sections, {count} settings in all", "bold"))
-    topics = f"--help {_example(sections)}", f"One section; --help {EVERYTHING} shows every setting."
+    example = "learner.loss" if "learner" in sections else sections[0]
+    topics = f"--help {example}", f"One section; --help {EVERYTHING} shows every setting."
     console.print(_table([topics]))
     console.print(_table((name, _first_sentence(RunConfig.model_fields[name])) for name in sections))
 
@@ -229,7 +230,3 @@ def _table(rows: Rows) -> Padding:
     for name, words in rows:
         table.add_row(Text(name, "cyan"), Text(words) if isinstance(words, str) else words)
     return Padding(table, (0, 0, 0, 2))
-
-
-def _example(sections: list[str]) -> str:
-    return "learner.loss" if "learner" in sections else sections[0]

@@ -204,8 +204,9 @@ class EnvironmentRewards:
         self._environments = actors.by_name
         self._scorers = {name: _scorer(config, reward) for name, config in actors.by_name.items()}
         self._group_scorers = {
-            name: None if reward is not None else _group_scorer(config)
+            name: GroupScorer.from_config(config)
             for name, config in actors.by_name.items()
+            if reward is None and isinstance(config, RewardConfig)
         }
         if not any(self._scorers.values()):
             raise ConfigError("no environment of the run computes a reward: name one by --reward")
@@ -228,7 +229,7 @@ class EnvironmentRewards:
             ]
             return
         try:
-            await rescore(group, prompt, chat, scorer, into, group_scorer=self._group_scorers[name])
+            await rescore(group, prompt, chat, scorer, into, group_scorer=self._group_scorers.get(name))
         except ConfigError as error:
             if not self._several or self._environments[name].scores_one_answer:
                 raise
@@ -247,7 +248,3 @@ def _scorer(config: EnvironmentConfig, reward: str | None) -> Scorer | RewardCho
     if reward is not None:
         return Scorer.from_config(reward, settings or RewardConfig())
     return None if settings is None or settings.reward == POSTED else RewardChoice.from_config(settings)
-
-
-def _group_scorer(config: EnvironmentConfig) -> GroupScorer | None:
-    return GroupScorer.from_config(config) if isinstance(config, RewardConfig) else None

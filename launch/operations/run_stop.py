@@ -22,7 +22,7 @@ def stop_run(path: Path, timeout_s: float) -> str:
     Its parts then end in order: the learner finishes its step and saves a checkpoint. Raises `ConfigError`
     for a run whose processes were started one by one or cannot be seen, and `SluiceError` when it has not
     ended in time."""
-    pids = _pids(path)
+    pids = sorted({pid for held in processes_holding(lock_files(path)).values() for pid in held})
     if not pids and (owner := hidden_owner(path)) is not None:
         raise ConfigError(
             f"run {path.name!r} belongs to {owner}, whose processes this user cannot see: whether it goes on "
@@ -62,10 +62,6 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _pids(path: Path) -> list[int]:
-    return sorted({pid for pids in processes_holding(lock_files(path)).values() for pid in pids})
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:

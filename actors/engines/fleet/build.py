@@ -99,14 +99,11 @@ def engine_builds(
         exact: as `build_engine` takes it."""
 
     def build(name: str, first_gpu: int) -> Engine:
-        log_file = logs / f"{_log_name(name)}-{actor}.log"
+        named = name if name.startswith("engine-") else f"engine-{name}"
+        log_file = logs / f"{named}-{actor}.log"
         return build_engine(config, model, log_file, first_gpu=first_gpu, served=served, exact=exact)
 
     return {name: partial(asyncio.to_thread, build, name, gpu) for name, gpu in first_gpus.items()}
-
-
-def _log_name(engine: str) -> str:
-    return engine if engine.startswith("engine-") else f"engine-{engine}"
 
 
 def evaluation_engine(config: EngineConfig, model: Path) -> Engine:

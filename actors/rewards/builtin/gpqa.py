@@ -37,7 +37,8 @@ def gpqa(answer: Answer) -> float:
         return float(named == correct)
     if not choices:
         return 0.0
-    said = [letter for letter, words in zip(letters, choices, strict=False) if _says(text, words)]
+    words = f" {_words(text)} "
+    said = [n for n, choice in zip(letters, choices, strict=False) if f" {_words(choice)} " in words]
     return float(said == [correct])
 
 
@@ -91,10 +92,6 @@ def _correct_letter(answer: Answer, choices: Sequence[str], letters: Sequence[st
         f"task {answer.task_id}: the label {label!r} is neither one of the letters {', '.join(letters)} nor "
         f"one of its {len(choices)} choices"
     )
-
-
-def _says(text: str, choice: str) -> bool:
-    return f" {_words(choice)} " in f" {_words(text)} "
 
 
 def _words(text: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from actors.episodes.errors import ToolError
 from actors.episodes.task import Answer
 from actors.rewards.answer_faults import HostFaultError, verified
 from actors.rewards.base import RewardError
-from actors.rewards.code.given_tests import BadTestsError, CallTest, GivenTests, InputTest, read_tests
+from actors.rewards.code.given_tests import BadTestsError, GivenTests, InputTest, read_tests
 from actors.rewards.final_text import without_reasoning
 from actors.sandboxes.sandbox import Ran, configured_sandbox
 from actors.settings.rewards import RewardConfig
@@ -101,7 +102,7 @@ class CodeTests:
         given = {
             "setup": tests.setup,
             "statements": tests.statements,
-            "calls": [_as_json(call) for call in tests.calls],
+            "calls": [asdict(call) for call in tests.calls],
             "entry": tests.entry,
             "call_s": self._config.wall_s,
         }
@@ -123,10 +124,6 @@ class CodeTests:
 
 def _is_right(ran: Ran, test: InputTest) -> bool:
     return (ran.end, ran.status) == ("exited", 0) and same_output(ran.stdout, test.stdout)
-
-
-def _as_json(call: CallTest) -> dict[str, object]:
-    return {"function": call.function, "arguments": call.arguments, "returns": call.returns}
 
 
 @cache

@@ -40,10 +40,10 @@ class Server:
         else:
             held = max(1, len(self._resets) // 10)
             found = self._resets[held:], self._resets[:held]
-        return tuple(map(self._row, part) for part in found)
-
-    def _row(self, reset: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"prompt": f"{self._url}: {json.dumps(reset)}", "entry": reset}
+        return tuple(
+            ({"prompt": f"{self._url}: {json.dumps(reset)}", "entry": reset} for reset in part)
+            for part in found
+        )
 
     def play(self, entry: Mapping[str, Any], policy: Policy) -> Mapping[str, Any]:
         """Play until the environment is done, the turns end or the chat does; a wrong action ends it, too."""
