@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bus.errors import ConfigError, SluiceError
 from launch.cli import (
-    completion_commands,
+    completion_script,
     doctor_commands,
     engine_commands,
     evaluation_commands,
@@ -74,7 +74,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 """Commands under the heading that `launch --help` shows them with, the most wanted first."""
 COMMANDS = (
-    completion_commands,
+    completion_script,
     doctor_commands,
     engine_commands,
     evaluation_commands,
