@@ -67,6 +67,7 @@ class AgentEnvironment:
         self._finish_within_s = finish_within_s
         self._scoring = scoring
         """Computes rewards; None where programs post them."""
+        self.reward_times: tuple[CallTimes, ...] = () if scoring is None else scoring.times
         self._gateway = Gateway(config.gateway)
         self._sandboxed = None if config.sandbox is None else SandboxedPrograms(config, self._gateway)
         self._latest = LatestUses()
@@ -97,11 +98,6 @@ class AgentEnvironment:
             self._config, self._runner, self._gateway, run=self._run, base=lambda: self._base,
             variables=lambda: program_variables(self._config, self._base, NO_SESSION, {}),
         )  # fmt: skip
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._scoring.times if self._scoring is not None else ()
 
     def stop_with(self, stop: asyncio.Event) -> None:
         """Start no program after `stop`, and end those that run when their time is over."""

@@ -65,6 +65,7 @@ class ClientsEnvironment:
         self._descriptions = TaskDescriptions(config.shown_metadata)
         self._scoring = scoring
         """Computes rewards; None where clients post them."""
+        self.reward_times: tuple[CallTimes, ...] = () if scoring is None else scoring.times
         self._gateway = Gateway(config.gateway, self._add_routes)
         self._offers = TaskOffers()
         self._stop = asyncio.Event()
@@ -85,11 +86,6 @@ class ClientsEnvironment:
 
         Raises `ConfigError` for a reward that cannot be used."""
         return cls(config, scoring_of(config), token, finish_within_s)
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._scoring.times if self._scoring is not None else ()
 
     @property
     def url(self) -> str:

@@ -11,7 +11,6 @@ from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE, Completion
 from actors.policy.policy import Policy
-from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.scorers import RewardChoice, Scorer
 from actors.settings.debate import SELF, VOTE, DebateConfig
 from actors.tools.prompt_tools import refuse_tools
@@ -50,16 +49,12 @@ class Debate:
     def __init__(self, config: DebateConfig, scorer: Scorer | RewardChoice) -> None:
         self._config = config
         self._scorer = scorer
+        self.reward_times = scorer.times
 
     @classmethod
     def from_config(cls, config: DebateConfig) -> Self:
         """Build with the configured reward; raises ConfigError for one that cannot be loaded."""
         return cls(config, RewardChoice.from_config(config))
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._scorer.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError or RewardError for a rollout that failed, and EpisodeError

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import accumulate
 from math import ceil, exp
 from statistics import NormalDist
-from typing import Self
 
 from actors.episodes.draws import uniform_draw
 from actors.episodes.episode import Episode
@@ -24,11 +23,6 @@ class LengthProfile:
 
     def __init__(self, config: LengthProfileConfig) -> None:
         self._config = config
-
-    @classmethod
-    def from_config(cls, config: LengthProfileConfig) -> Self:
-        """Build."""
-        return cls(config)
 
     def length(self, task_id: str) -> int:
         """Return the number of tokens of this sample's answer: the same in every process."""

@@ -26,7 +26,6 @@ from actors.gateway.task_offers import Taker
 from actors.policy.policy import Policy
 from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
 from actors.rewards.scoring.answer_scoring import AnswerScoring
-from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
 from actors.settings.groups import InterruptionConfig
@@ -76,6 +75,7 @@ class LongLivedAgent:
         )
         token = secrets.token_urlsafe(24)  # nobody learns it: only programs take tasks
         self._clients = ClientsEnvironment(limits, scoring, token)
+        self.reward_times = self._clients.reward_times
         self._starting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._programs: list[_Program] = []
@@ -91,11 +91,6 @@ class LongLivedAgent:
         rewards that nobody posts."""
         check_program(config)
         return cls(config, scoring_of(config), finish_within_s)
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._clients.reward_times
 
     def stop_with(self, stop: asyncio.Event) -> None:
         """Offer no rollout after `stop`, and give back those that are played when their time is over."""

@@ -8,7 +8,6 @@ from actors.episodes.episode import Episode
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE, Completion
 from actors.policy.policy import Policy
-from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.scorers import RewardChoice, Scorer
 from actors.settings.panel import PanelConfig
 from actors.tools.prompt_tools import refuse_tools
@@ -26,17 +25,13 @@ class Panel:
     def __init__(self, config: PanelConfig, scorer: Scorer | RewardChoice) -> None:
         self._config = config
         self._scorer = scorer
+        self.reward_times = scorer.times
         self.trajectories_per_episode: int | None = config.trajectories_per_rollout
 
     @classmethod
     def from_config(cls, config: PanelConfig) -> Self:
         """Build with the configured reward; raises ConfigError for one that cannot be loaded."""
         return cls(config, RewardChoice.from_config(config))
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._scorer.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""

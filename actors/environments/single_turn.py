@@ -7,7 +7,6 @@ from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
-from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from actors.settings.actors import SingleTurnConfig
 
@@ -17,6 +16,7 @@ class SingleTurn:
 
     def __init__(self, scorer: Scorer | RewardChoice, group_scorer: GroupScorer | None = None) -> None:
         self._scoring = AnswerScoring(scorer, group_scorer, takes_late_rewards=group_scorer is None)
+        self.reward_times = self._scoring.times
         self.trajectories_per_episode: int | None = 1 if group_scorer is None else None
         """With a group reward, None: an answer has no reward before its siblings have ended, so that none is
         sent ahead."""
@@ -25,11 +25,6 @@ class SingleTurn:
     def from_config(cls, config: SingleTurnConfig) -> Self:
         """Build with the configured rewards; raises ConfigError for one that cannot be loaded."""
         return cls(RewardChoice.from_config(config), GroupScorer.from_config(config))
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._scoring.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""

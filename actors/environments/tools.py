@@ -25,7 +25,6 @@ from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE, Completion, MessagesError
 from actors.policy.policy import Policy
 from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
-from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import Arguments, EndsCalls, Tool, ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
@@ -87,6 +86,7 @@ class ToolChat:
         self._config = config
         self._tools = tools
         self._scoring = scoring
+        self.reward_times = scoring.times
         self._all = self._offer(tools)
         self._calls_of = {name: LatestUses() for name in tools}
         self._chats = LatestUses()
@@ -96,11 +96,6 @@ class ToolChat:
     def from_config(cls, config: ToolsConfig) -> Self:
         """Build with its tools and its reward; raises ConfigError for what cannot work on this host."""
         return cls(config, build_tools(config.tools), AnswerScoring.from_config(config))
-
-    @property
-    def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long its rewards take."""
-        return self._scoring.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError, RewardError, ToolError or EpisodeError."""

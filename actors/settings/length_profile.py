@@ -60,7 +60,7 @@ class LengthProfileConfig(OneAnswerSettings):
     """Answers of forced length with random rewards, for load tests: weights may be random."""
 
     type: Literal["length_profile"] = "length_profile"
-    built_by: ClassVar[str] = "actors.environments.length_profile:LengthProfile.from_config"
+    built_by: ClassVar[str] = "actors.environments.length_profile:LengthProfile"
     has_own_rewards: ClassVar[bool] = True
 
     lengths: LengthsConfig = LogNormalLengths()

@@ -34,7 +34,7 @@ from launch.process.record_trust import unsigned_remark
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.recorded_runs import going_on
 from launch.run_view.source_run import refuse_other_origin, told_beginning
-from launch.settings.evaluation_checks import refuse_nobody_rolls_out
+from launch.settings.config_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, of_policy
 from storage.built_in_tasks.generators import load_demonstrations
 from storage.disk.file_users import hidden_owner, processes_holding

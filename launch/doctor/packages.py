@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -20,7 +20,6 @@ OLDEST_SERVER = (2, 11)
 OLDEST_PYTHON = (3, 11)
 ANSWER_S = 60.0
 """Longest time that another program may take to tell its version."""
-Version = Callable[[str], str]
 
 
 def check_python() -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from launch.process.settings_revision import refuse_unapplied, revision_of
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.run_files import RunFiles, changed_settings, told_changes
 from launch.run_view.run_lock import only_process
-from launch.settings.evaluation_checks import refuse_nobody_rolls_out
+from launch.settings.config_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.run_directory import RunDirectory
 

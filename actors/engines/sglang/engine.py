@@ -34,8 +34,7 @@ from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
-from actors.engines.sglang.server.health import DYING_S, HealthChecks
-from actors.engines.sglang.server.server import Server
+from actors.engines.sglang.server.server import DYING_S, HealthChecks, Server
 from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError

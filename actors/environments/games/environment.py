@@ -5,27 +5,78 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 from typing import ParamSpec, Self, TypeVar
 
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
-from actors.environments.games.build import game_start
+from actors.environments.games.guess_number import GuessNumberPlay
+from actors.environments.games.nim import NimPlay
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses, is_of_host
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
-from actors.settings.games import SCRIPTED, SELF, GameConfig
+from actors.settings.games import (
+    SCRIPTED,
+    SELF,
+    AnyGame,
+    GameConfig,
+    GuessNumber,
+    GymnasiumGame,
+    Nim,
+    PluginGame,
+    TextArenaGame,
+)
 from actors.tools.prompt_tools import refuse_tools
-from bus.errors import SluiceError
+from bus.errors import ConfigError, SluiceError
 from bus.policy_names import DEFAULT_POLICY
+from bus.process.plugins import load_function
 from bus.trajectory import End
 
 P = ParamSpec("P")
 T = TypeVar("T")
 INLINE = ("guess_number", "nim")
 """Games whose moves take no time worth a thread."""
+
+
+def game_start(game: AnyGame) -> Start:
+    """Return what begins it. Raises ConfigError for one that cannot be played on this host."""
+    match game:
+        case GuessNumber():
+            return partial(GuessNumberPlay.begin, guesses=game.guesses)
+        case Nim():
+            return NimPlay.begin
+        case TextArenaGame():
+            return _text_arena(game)
+        case GymnasiumGame():
+            return _gymnasium(game)
+        case PluginGame():
+            return load_function("game", game.start, {})
+
+
+def _text_arena(game: TextArenaGame) -> Start:
+    try:
+        from actors.environments.games.text_arena import TextArenaPlay
+    except ImportError as error:
+        raise _missing("textarena", error) from error
+    return TextArenaPlay.checked_start(game)
+
+
+def _gymnasium(game: GymnasiumGame) -> Start:
+    try:
+        from actors.environments.games.gym import GymnasiumPlay
+    except ImportError as error:
+        raise _missing("gymnasium", error) from error
+    return GymnasiumPlay.checked_start(game)
+
+
+def _missing(package: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"actors.environment.game.type={package} needs the package {package} ({error}): "
+        f"pip install 'sluice-rl[{package}]'"
+    )
 
 
 @dataclass(slots=True)

@@ -13,8 +13,6 @@ _ABBREVIATION = re.compile(
 )
 _LONGEST_ABBREVIATION = 12
 """Characters before the end of a sentence in which an abbreviation is looked for, with what precedes it."""
-PARAGRAPHS = "***"
-"""Line that separates paragraphs where the instruction says so."""
 
 
 def holds(count: int, relation: Relation, bound: int) -> bool:

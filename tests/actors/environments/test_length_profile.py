@@ -20,7 +20,7 @@ SHARES = [(n + 0.5) / 1000 for n in range(1000)]
 
 
 def drawn(config, count=4000):
-    environment = LengthProfile.from_config(LengthProfileConfig(lengths=config))
+    environment = LengthProfile(LengthProfileConfig(lengths=config))
     return [environment.length(f"g{n // 8:08d}.{n % 8}") for n in range(count)]
 
 

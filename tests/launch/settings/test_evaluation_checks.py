@@ -3,7 +3,7 @@
 import pytest
 
 from bus.errors import ConfigError
-from launch.settings.evaluation_checks import refuse_nobody_rolls_out
+from launch.settings.config_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import resolve
 
 SETS = [{"name": "base", "prompts": "base.jsonl", "answered_by": "base"}]
