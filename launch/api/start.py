@@ -54,7 +54,8 @@ def start(
     sources = sources_of(preset, files, run_variables(), settings)
     place = validate({name: value for name, value in merged(sources).items() if name in ("run", "directory")})
     run = RunDirectory(place.directory.absolute(), place.run)
-    given = GivenFiles(run.path)
+    path = place.directory.absolute() / place.run  # which is not made before all is checked
+    given = GivenFiles(path)
     if prompts is not None and not isinstance(prompts, str | Path):
         prompts = given.prompts(prompts)
     # below what is given by section, which comes last
@@ -68,8 +69,8 @@ def start(
         sources.append(Source("environment", {"actors": {"environment": own}}))
     layer = merged(sources)
     resolve(layer)
-    if holder := supervisor_of(run.path):  # before its start.json is written over
-        raise going_on(run.path, holder, "take it by launch.attach")
+    if holder := supervisor_of(path):  # before its start.json is written over
+        raise going_on(path, holder, "take it by launch.attach")
     settings_file = run.path / SETTINGS_FILE
     url = layer.get("bus", {}).pop("url", None)  # it may hold a password: no file and no argument has it
     run.write_json(settings_file, to_jsonable_python(layer))

@@ -12,25 +12,18 @@ from bus.errors import ConfigError
 from launch.cli.app import (
     SHORT,
     USAGE,
-    AgentCommand,
     AsJson,
     AskedServer,
-    ConfigFiles,
-    EnvironmentName,
     Logging,
     LogOptions,
     OfServer,
-    PresetName,
-    RecipeName,
-    RewardName,
     Settings,
     app,
     log_as,
 )
-from launch.cli.start_commands import prepared
+from launch.cli.given_settings import GivenSettings, OfSettings
 from launch.process.runtime import run
 from launch.settings.run_config import RunConfig
-from launch.settings.short_forms import short_sources
 
 
 def _least(name: str, least: int) -> Parameter:
@@ -41,12 +34,7 @@ def _least(name: str, least: int) -> Parameter:
 def evaluate_command(  # noqa: PLR0913 - each is a flag
     *,
     out: Annotated[Path, Parameter(name="--out", group=SHORT)],
-    preset_name: PresetName = None,
-    recipe_name: RecipeName = None,
-    config: ConfigFiles = None,
-    reward: RewardName = None,
-    agent: AgentCommand = None,
-    environment: EnvironmentName = None,
+    given: OfSettings = GivenSettings(),
     checkpoint: Annotated[Path | None, Parameter(name="--checkpoint", group=SHORT)] = None,
     server: OfServer = AskedServer(),
     samples: Annotated[int, _least("--samples", 1)] = 1,
@@ -86,8 +74,7 @@ def evaluate_command(  # noqa: PLR0913 - each is a flag
     if endpoint is not None and checkpoint is not None:
         raise ConfigError(f"--url {server.url} with --checkpoint {checkpoint}: give one of them")
     log_as(log, "eval", level="warning")
-    short = short_sources(reward=reward, agent=agent)
-    resolved = prepared(preset_name, recipe_name, config, environment, short, settings)
+    resolved = given.prepared(settings)
     request = EvaluationRequest(
         out=out, samples=samples, count=count, greedy=greedy, at_once=at_once,
         checkpoint=checkpoint, endpoint=endpoint,

@@ -8,26 +8,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import (
-    SHORT,
-    USAGE,
-    AgentCommand,
-    ConfigFiles,
-    EnvironmentName,
-    PresetName,
-    Prompts,
-    RecipeName,
-    RewardName,
-    Settings,
-    app,
-)
-from launch.cli.start_commands import prepare, start_sources
-from launch.external_environments.environment import environment_sources, external_environment
+from launch.cli.app import SHORT, USAGE, Settings, app
+from launch.cli.given_settings import GivenSettings, OfSettings
 from launch.process.log_settings import configure_logging
-from launch.recipes.recipe import recipe as recipe_of
-from launch.settings.environment_variables import run_variables
 from launch.settings.run_config import RunConfig, validate
-from launch.settings.short_forms import short_sources
 from launch.settings.sources import merged
 from launch.settings.tree import nearest
 
@@ -35,15 +19,9 @@ Positive = Parameter(group=SHORT, validator=Number(gt=0))
 
 
 @app.command(usage=USAGE.format("plan"))
-def plan(  # noqa: PLR0913 - each is a flag
+def plan(
     *,
-    preset_name: PresetName = None,
-    recipe_name: RecipeName = None,
-    config: ConfigFiles = None,
-    prompts: Prompts = None,
-    reward: RewardName = None,
-    agent: AgentCommand = None,
-    environment: EnvironmentName = None,
+    given: OfSettings = GivenSettings(),
     gpus: Annotated[int, Positive] = 1,
     gpu: Annotated[str, Parameter(group=SHORT)] = "h200",
     gpu_memory_gib: Annotated[float | None, Positive] = None,
@@ -55,8 +33,8 @@ def plan(  # noqa: PLR0913 - each is a flag
     """Compute memory and time of a configuration on GPUs.
 
     It says the memory of a rank and of hosts, seconds of a step, and which side waits. It needs config.json
-    of --model.path alone, no weights and no GPU. Where a rank does not fit, it names the settings with which
-    one does. The exit status is 1 if the configuration does not fit.
+    of --model.path alone, no weights and no GPU, and fetches the model of --recipe. Where a rank does not
+    fit, it names the settings with which one does. The exit status is 1 if the configuration does not fit.
 
     Parameters
     ----------
@@ -81,15 +59,8 @@ def plan(  # noqa: PLR0913 - each is a flag
     configure_logging("error")
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is unknown{nearest(gpu, GPUS)}; known are {', '.join(sorted(GPUS))}")
-    external = None if environment is None else external_environment(environment)
-    recipe = None if recipe_name is None else recipe_of(recipe_name)
-    short = [
-        *run_variables(),
-        *environment_sources(external),
-        *short_sources(None, None, prompts, reward, agent),
-    ]
-    resolved = validate(merged(start_sources(preset_name, config, short, settings, recipe=recipe)))
-    prepare(recipe)
+    resolved = validate(merged(given.sources(settings)))
+    given.prepare(with_environment=False)
     kind = GPUS[gpu]
     if gpu_memory_gib is not None:
         kind = replace(kind, memory_gib=gpu_memory_gib)

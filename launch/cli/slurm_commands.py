@@ -5,8 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from launch.cli.app import SHORT, USAGE, ConfigFiles, Logging, LogOptions, PresetName, Settings, app, log_as
-from launch.cli.start_commands import start_sources
-from launch.settings.environment_variables import run_variables
+from launch.cli.given_settings import GivenSettings
 from launch.settings.run_config import RunConfig, resolve
 from launch.settings.sources import merged
 
@@ -23,15 +22,11 @@ def slurm(
     """Write the jobs of a run on a Slurm cluster, and submit them.
 
     One job has bus, storage and a learner of `learner.world.nodes` nodes; each job of an array has an actor.
-    --directory must be on a disk that all nodes share; the scripts are written into RUN/slurm there.
+    The section `slurm` of the settings says what the cluster is asked for. --directory must be on a disk
+    that all nodes share; the scripts are written into RUN/slurm there.
 
     Parameters
     ----------
-    preset_name
-        Settings that come with Sluice, as `launch local` takes them.
-    config
-        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
-        Its section `slurm` says what the cluster is asked for.
     submit
         Submit the jobs, from a login node of the cluster.
     """
@@ -41,7 +36,7 @@ def slurm(
     from launch.slurm.submission import submit as submit_jobs
 
     log_as(log, "slurm", level="warning")
-    sources = start_sources(preset_name, config, [*run_variables()], settings)
+    sources = GivenSettings(preset_name=preset_name, config=config).sources(settings)
     resolved = resolve(merged(sources))
     if submit:
         refuse_no_cluster(resolved.slurm)

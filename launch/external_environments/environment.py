@@ -22,7 +22,6 @@ from bus.errors import ConfigError
 from launch.external_environments.virtual_environment import VirtualEnvironment, variables_of
 from launch.recipes.recipe import user_cache
 from launch.settings.run_config import Layer
-from launch.settings.sources import Source
 from launch.settings.tree import nearest
 
 HUB = "https://hub.primeintellect.ai/{}/simple/"
@@ -208,11 +207,6 @@ def external_environment(named: str) -> ExternalEnvironment:
     if not (colon and name):
         raise ConfigError(f"--environment {named}: write {kind}:NAME, where NAME is {kinds[kind]}")
     return ExternalEnvironment(file)
-
-
-def environment_sources(external: ExternalEnvironment | None) -> list[Source]:
-    """Return the settings that `--environment` stands for, if it was given."""
-    return [] if external is None else [Source("flag --environment", external.settings)]
 
 
 def _digest(what: Any) -> str:

@@ -10,6 +10,7 @@ import pytest
 from cyclopts import App
 
 from launch.cli import main as cli
+from launch.cli.given_settings import OfSettings
 from launch.cli.plan_commands import plan
 from launch.cli.start_commands import local, try_
 from launch.settings.run_config import RunConfig
@@ -308,5 +309,4 @@ def test_a_process_names_the_nearest_of_all_settings(process):
 
 @pytest.mark.parametrize("command", [local, try_, plan])
 def test_what_looks_at_a_run_before_it_starts_takes_the_short_forms_of_the_start(command):
-    short = {"preset_name", "recipe_name", "config", "prompts", "reward", "agent", "environment"}
-    assert signature(command).parameters.keys() >= short
+    assert signature(command).parameters["given"].annotation is OfSettings
