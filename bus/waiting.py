@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import nats.errors
@@ -40,6 +41,8 @@ STOPPING_S = 10.0
 """Longest outage that a process waits out once it was told to stop."""
 REMIND_S = 60.0
 """Seconds between two lines of the log that say what is waited for."""
+SLOW_S = 3.0
+"""Seconds after which a command says what it waits for."""
 CANCEL_AGAIN_S = 1.0
 AT_LEAST_S = 0.01
 """The shortest limit of a step, since 0 would mean that there is none."""
@@ -87,6 +90,16 @@ def longest_outage_s(patience_s: float, stop: asyncio.Event | None) -> float:
 def is_away(error: BusError) -> bool:
     """Return whether an error passes when the bus is back."""
     return isinstance(error, BusAwayError) or isinstance(error.__cause__, AWAY)
+
+
+@contextmanager
+def told_if_slow(event: str, **values: object) -> Iterator[None]:
+    """Log `event` as a warning where what is inside takes longer than `SLOW_S`: who waits knows for what."""
+    telling = asyncio.get_running_loop().call_later(SLOW_S, partial(log.warning, event, **values))
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:

@@ -24,7 +24,7 @@ from bus.security.credentials import BUS_NAME, Credentials
 from bus.security.permissions import inbox_prefix
 from bus.security.stream_access import StreamAccess
 from bus.topology import Topology
-from bus.waiting import RETRY_S, cancelled
+from bus.waiting import RETRY_S, cancelled, told_if_slow
 
 log = structlog.get_logger()
 SEND_S = 5.0
@@ -222,7 +222,9 @@ async def connected(
         name="connect",
     )
     try:
-        await asyncio.wait({connecting}, timeout=config.connect_timeout_s)
+        url, limit_s = without_credentials(config.url), config.connect_timeout_s
+        with told_if_slow("waiting_for_the_bus", url=url, longest_s=limit_s):
+            await asyncio.wait({connecting}, timeout=limit_s)
         if not connecting.done():
             raise TimeoutError
         await connecting

@@ -1,21 +1,16 @@
 """What a process of a run answers to a command, which may take minutes."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import TypeVar
 
-import structlog
 from nats.errors import NoRespondersError
 
 from bus.codec import Message
 from bus.connection.bus import Bus
 from bus.errors import BusAwayError, BusError, ConfigError
-from bus.waiting import cancelled
+from bus.waiting import told_if_slow
 
-log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
-SAY_AFTER_S = 3.0
-"""Seconds after which it is said who is waited for."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +30,13 @@ async def answer_of(
 ) -> R:
     """Return the answer. Raises `ConfigError` with the reason of a refusal, and `BusAwayError` where none
     came in time: the process has not heard the request, or may do it all the same."""
-    asking = asyncio.create_task(bus.request(subject, request, expected, timeout_s=timeout_s))
+    run = bus.topology.run
     try:
-        done, _ = await asyncio.wait({asking}, timeout=SAY_AFTER_S)
-        if not done:
-            log.warning("waiting_for_answer", who=asked.who, run=bus.topology.run, longest_s=timeout_s)
-        return await asking
+        with told_if_slow("waiting_for_answer", who=asked.who, run=run, longest_s=timeout_s):
+            return await bus.request(subject, request, expected, timeout_s=timeout_s)
     except BusError as error:
         if error.refusal:
             raise ConfigError(f"{asked.refused}: {error.refusal}") from error
         not_sent = isinstance(error, BusAwayError) or isinstance(error.__cause__, NoRespondersError)
         rest = "nothing was asked of it, try again" if not_sent else asked.unknown
-        raise BusAwayError(f"{asked.who} of run {bus.topology.run!r}: {error}; {rest}") from error
-    finally:
-        await cancelled(asking)
+        raise BusAwayError(f"{asked.who} of run {run!r}: {error}; {rest}") from error

@@ -17,6 +17,7 @@ from bus.messages import PolicyManifest, RunRecord
 from bus.requests import NOTHING_AFTER, ReadRequest, StoredGroups, StoredRequest
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
+from bus.waiting import told_if_slow
 from launch.model_files.model_directory import model_of_run
 from launch.run_view.run_files import RunFiles, recorded_config
 from launch.settings.run_config import RunConfig, validate
@@ -232,7 +233,8 @@ class _SentGroups:
 
     async def _stored(self, shard: int, after: int) -> StoredGroups:
         subject, request = self._bus.subject("rpc", "stored", shard), StoredRequest(after=after)
-        return await self._bus.request(subject, request, StoredGroups, timeout_s=ANSWER_TIMEOUT_S)
+        with told_if_slow("waiting_for_answer", who=f"shard {shard}", longest_s=ANSWER_TIMEOUT_S):
+            return await self._bus.request(subject, request, StoredGroups, timeout_s=ANSWER_TIMEOUT_S)
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
         """Return the groups that their shards can read of these."""

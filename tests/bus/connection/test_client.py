@@ -12,6 +12,7 @@ import nats.errors
 import pytest
 from structlog.testing import capture_logs
 
+from bus import waiting
 from bus.codec import Message
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -57,16 +58,20 @@ async def test_a_connection_on_which_requests_stay_without_answer_is_made_anew(
         assert asker.client.stats["reconnects"] == 1
 
 
-async def test_a_server_that_stands_still_is_not_told_as_one_that_does_not_run(server: NatsServer):
+async def test_a_server_that_stands_still_is_not_told_as_one_that_does_not_run(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiting, "SLOW_S", 0.05)
     config = BusConfig(url=server.url, connect_timeout_s=3.0)
     assert server.pid is not None
     await suspend(server.pid)
     try:
-        with pytest.raises(BusAwayError) as refused:
+        with capture_logs() as logs, pytest.raises(BusAwayError) as refused:
             async with Bus.connect(config, "test", name="late"):
                 pass
     finally:
         os.kill(server.pid, signal.SIGCONT)
+    assert (logs[0]["event"], logs[0]["longest_s"]) == ("waiting_for_the_bus", 3.0)
     text = str(refused.value)
     assert " (no answer" in text
     assert "): if none runs there, start one with `launch bus`" in text

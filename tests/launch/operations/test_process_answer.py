@@ -6,13 +6,18 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from bus import waiting
 from bus.codec import Message
 from bus.connection.bus import Bus
-from bus.errors import BusAwayError, ConfigError
-from bus.requests import Done, Profiled, ProfileRequest
-from launch.operations import process_answer
+from bus.errors import BusAwayError, BusError, ConfigError
+from bus.messages import RunRecord
+from bus.requests import Done, Profiled, ProfileRequest, StoredRequest
+from bus.server.nats_server import NatsServer
 from launch.operations.engines import engines_heard
 from launch.operations.process_answer import Asked, answer_of
+from launch.settings.run_config import validate
+from launch.trajectories import sources
+from launch.trajectories.sources import BusTrajectories
 from tests.launch.messages import actor
 
 ASKED = Asked("the learner", "it has no profile", "whether it takes one is not known")
@@ -26,7 +31,7 @@ async def ask(bus: Bus, timeout_s: float = 30.0) -> Profiled:
 async def test_a_refusal_is_told_as_one_and_a_time_out_as_what_is_not_known(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(process_answer, "SAY_AFTER_S", 0.05)
+    monkeypatch.setattr(waiting, "SLOW_S", 0.05)
     with pytest.raises(
         BusAwayError, match=r"^the learner of run 'test': nobody serves .*nothing was asked of it"
     ):
@@ -55,6 +60,29 @@ async def test_a_refusal_is_told_as_one_and_a_time_out_as_what_is_not_known(
         await ask(bus, timeout_s=0.3)
     released.set()
     assert [(one["event"], one["who"]) for one in logs] == [("waiting_for_answer", "the learner")]
+
+
+@pytest.mark.nats
+async def test_who_reads_trajectories_of_a_shard_that_stands_still_is_told_which(
+    bus: Bus, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+):
+    async def answer_late(_: StoredRequest) -> list[Message]:
+        await released.wait()
+        return [Done()]
+
+    monkeypatch.setattr(waiting, "SLOW_S", 0.05)
+    monkeypatch.setattr(sources, "ANSWER_TIMEOUT_S", 0.3)
+    where, released = validate({"run": "test", "bus": {"url": server.url}}), asyncio.Event()
+    await bus.put("run", RunRecord(name="test", config_json=where.model_dump_json()))
+    await bus.serve(bus.subject("rpc", "stored", 0), StoredRequest, answer_late)
+    async with BusTrajectories(lambda: where).groups() as groups:
+        with (
+            capture_logs() as logs,
+            pytest.raises(BusError, match=r"no answer from .*stored\.0 within 0\.3 s"),
+        ):
+            await groups.leases()
+    released.set()
+    assert [one["who"] for one in logs if one["event"] == "waiting_for_answer"] == ["shard 0"]
 
 
 def test_engines_are_listed_of_the_actors_that_were_heard_and_nothing_is_guessed_of_others():
