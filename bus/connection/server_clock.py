@@ -26,7 +26,7 @@ class ServerClock:
 async def server_clock(bus: Bus, timeout_s: float) -> ServerClock | None:
     """Compare the clocks; None where the server has no such run, whose streams tell its time.
 
-    Raises `BusError` where JetStream does not answer, or not so."""
+    Raises `BusError` where JetStream does not answer, or refuses."""
     subject = f"{bus.js_api}.STREAM.INFO.KV_{bus.topology.bucket}"
     begin = time.time()
     try:
@@ -35,10 +35,9 @@ async def server_clock(bus: Bus, timeout_s: float) -> ServerClock | None:
         if "error" not in answer:
             ahead_s = datetime.fromisoformat(answer["ts"]).timestamp() - (begin + end) / 2
             return ServerClock(ahead_s, (end - begin) / 2)
-    except (nats.errors.Error, ValueError, KeyError, TypeError) as error:
-        raise BusError(
-            f"JetStream of the bus does not answer ({str(error) or type(error).__name__})"
-        ) from error
+    except (TimeoutError, nats.errors.Error, ValueError, KeyError, TypeError) as error:
+        reason = str(error) or type(error).__name__
+        raise BusError(f"JetStream of the bus does not answer ({reason})") from error
     if answer["error"].get("code") != NO_STREAM:
         raise BusError(f"JetStream of the bus refuses: {answer['error'].get('description')}")
     return None

@@ -39,6 +39,8 @@ class RecordedRun:
     starts: int = 0
     written: float | None = None
     """Time at which something was last recorded, in seconds since the epoch."""
+    stepped: float | None = None
+    """Time of the step that was recorded last, in seconds since the epoch: figures of the run are of then."""
     stage: str = "starting"
     step: int = 0
     """Steps of reinforcement learning; of a run on demonstrations alone those of its supervised stage."""
@@ -146,6 +148,7 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
         started=starts[0].started.timestamp() if starts else None,
         starts=len(starts),
         written=written_s(path),
+        stepped=files.newest_step_s,
         stage=latest.stage,
         step=files.trained_steps or 0,
         steps=files.planned_steps,

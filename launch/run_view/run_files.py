@@ -16,14 +16,14 @@ from pydantic_core import to_jsonable_python
 
 from bus.codec import Json
 from bus.errors import ConfigError, LostDataError
-from launch.run_view.history import History, is_warmup
+from launch.run_view.history import History, is_step, is_warmup
 from launch.settings.run_config import RunConfig, config_file, resolve
 from launch.settings.sources import by_name
 from launch.settings.tree import settings_at
 from storage.disk import checkpoints
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import NOTE, PROGRESS_REMEDY, RunDirectory
-from storage.metrics.records import Record, integer, latest_records, read_records
+from storage.metrics.records import Record, integer, latest_records, number, read_records
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -205,6 +205,12 @@ class RunFiles:
     def latest(self) -> History:
         """Return the latest steps and evaluations."""
         return History(self.latest_rows)
+
+    @property
+    def newest_step_s(self) -> float | None:
+        """Return the time of the step recorded last, of either stage, in seconds since the epoch."""
+        newest = next((row for row in reversed(self.latest_rows) if is_step(row) or is_warmup(row)), {})
+        return finite(number(newest, "time_s"))
 
     def history(self) -> History:
         """Return every step and evaluation; of a long run this takes seconds."""

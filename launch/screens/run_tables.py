@@ -23,6 +23,8 @@ COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow", "waiting
 )
 LONGEST = 80
 """Characters of a setting's value that a table shows."""
+LONG_STEP_S = 60.0
+"""Time since its newest step from which a run that goes on is told with it."""
 RECENT_STEPS = 10
 """Steps over which a mean reward is taken."""
 
@@ -47,6 +49,11 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
         Text(f"{run.run}: {waiting_text(run.waits_for, run.waits_since)}", "yellow")
         for run in runs
         if run.waits_for
+    ]
+    problems += [
+        Text(f"{run.run}: no step since {at(run.stepped)} ({ago(run.stepped)})", "yellow")
+        for run in runs
+        if run.pids and run.stepped and not run.waits_for and time.time() - run.stepped > LONG_STEP_S
     ]
     origins = [Text(f"{run.run} began with the weights of {run.origin}", "dim") for run in runs if run.origin]
     return Group(table, *problems, *origins)
@@ -112,7 +119,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "last command", " ".join(found["command"])
     if found["changed"]:
         yield "changed then", "\n".join(found["changed"])
-    yield "progress", f"{found['stage']}, step {found['step']} of {found['steps'] or UNKNOWN}"
+    newest = f", {ago(found['stepped'])}" if found["stepped"] else ""
+    yield "progress", f"{found['stage']}, step {found['step']} of {found['steps'] or UNKNOWN}{newest}"
     yield "reward", f"{fraction(found['reward'])}, mean of the last {RECENT_STEPS} steps"
     measured = list(found["evaluations"].items())[-5:]
     yield "held-out", ", ".join(f"{fraction(value)} at v{version}" for version, value in measured) or UNKNOWN

@@ -300,6 +300,8 @@ def test_a_run_whose_process_is_suspended_says_so_beside_its_state(tmp_path: Pat
             [run] = recorded_runs([path])
             assert run.state == "training"
             assert (f"`kill -CONT {learner.pid}` lets them go on" in run.problem) is said
+            assert run.stepped == START_S + 10
+            assert "mine: no step since 2023-11-1" in printed("list"), "its figures are of then"
             assert ("a signal has stopped processes" in " ".join(printed("list").split())) is said
     finally:
         learner.kill()
