@@ -126,6 +126,7 @@ def stop_command(
     from launch.operations.run_stop import stop_run
     from launch.run_view.recorded_runs import find_run
 
+    configure_logging("warning")
     print(stop_run(find_run(directory, run_name), timeout_s))  # noqa: T201 - the user's terminal
 
 

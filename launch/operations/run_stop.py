@@ -5,14 +5,18 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import psutil
+import structlog
 
 from bus.errors import ConfigError, SluiceError
+from bus.waiting import SLOW_S
 from launch.run_view.recorded_runs import lock_files, supervisor_of
 from storage.disk.file_users import hidden_owner, processes_holding
 
+log = structlog.get_logger()
 POLL_S = 0.2
 
 
@@ -49,10 +53,14 @@ def stop_run(path: Path, timeout_s: float) -> str:
 
 def _still_alive(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait for the end of processes that are not our children, and return those that go on all the same."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    say_at = began + SLOW_S
     while alive := [process for process in processes if _runs(process)]:
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + timeout_s:
             return alive
+        if time.monotonic() > say_at:
+            say_at = inf
+            log.warning("run_still_ends", processes=_named([one.pid for one in alive]), longest_s=timeout_s)
         time.sleep(POLL_S)  # psutil's own wait looks so often that it takes a quarter of a processor
     return []
 

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, SluiceError
+from launch.operations import run_stop
 from launch.operations.run_stop import stop_run
 
 HOLD = """
@@ -69,8 +71,13 @@ def test_a_number_that_another_process_got_is_left_alone(run: Path):
         assert (shard.poll(), other.poll()) == (None, None)
 
 
-def test_one_that_does_not_end_in_time_is_named(run: Path):
+def test_one_that_does_not_end_in_time_is_named_also_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_stop, "SLOW_S", 0.05)
     with holding(run / "lock", deaf=True) as process:
         (run / "lock").write_text(str(process.pid))
-        with pytest.raises(SluiceError, match=rf"has not ended within 0\.1 s.*processes are {process.pid}"):
-            stop_run(run, 0.1)
+        refused = rf"has not ended within 0\.5 s.*processes are {process.pid}"
+        with capture_logs() as logs, pytest.raises(SluiceError, match=refused):
+            stop_run(run, 0.5)
+        [said] = logs
+        assert said["event"] == "run_still_ends"
+        assert said["processes"].startswith(f"{process.pid} (")
