@@ -1,5 +1,6 @@
 """The `launch` command; `python -m launch` is the same."""
 
+import gc
 import os
 import select
 import signal
@@ -19,6 +20,9 @@ def main() -> None:
             run_command()
         finally:
             sys.stdout.flush()
+            # The interpreter's end would search torch and transformers for garbage, which takes
+            # longer than all else that a process does when it is stopped.
+            gc.freeze()
     except KeyboardInterrupt:  # before the process has its own way to stop
         sys.exit(130)
     except BrokenPipeError:

@@ -138,6 +138,15 @@ run(main)
     assert ("Traceback" in ended.stderr) == (status == 1)
 
 
+def test_the_end_of_a_process_does_not_search_its_libraries_for_garbage():
+    program = (
+        "import atexit, gc, sys; atexit.register(lambda: print('frozen:', gc.get_freeze_count() > 0)); "
+        "sys.argv[1:] = ['--version']; from launch.__main__ import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split()[1:]) == (0, ["frozen:", "True"]), ended.stderr
+
+
 @pytest.mark.slow
 def test_a_command_whose_reader_has_left_ends_without_a_word():
     reader, writer = os.pipe()
