@@ -35,7 +35,7 @@ OWNER = "sluice.owner"
 """Label of a container that says which process started it: boot, id and beginning."""
 BEGIN_EXEC = 'echo $$ > "$0"; exec "$@"'
 """Script that notes the process of a command, so that it can be ended."""
-END_EXEC = 'kill -9 -- "-$(cat "$0")"'
+END_EXEC = 'kill -9 "-$(cat "$0")"'  # Debian's shell knows no "--" here
 RELAY = Path(relay.__file__).read_text()
 SHARED = "/run/sluice"
 """Where a container finds the socket to which the relay in it connects, in a directory that it only reads."""
@@ -44,6 +44,7 @@ LAST_OUTPUT_S = 0.2
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5
 """Time until the daemon is asked whether a command has ended whose output goes on, at first and at most."""
 LOOKS = 40
+HELD = ("Memory", "PidsLimit")
 BACKLOG = 1024
 KILLED = 137
 """Status of a command that a signal has killed."""
@@ -66,6 +67,8 @@ class ContainerBackend:
         self._listens = listens
         self._session: aiohttp.ClientSession | None = None
         self._starting = asyncio.Lock()
+        self._has_looked = False
+        """Whether it is known if the daemon holds containers to their limits."""
 
     async def start(self, image: str | None, limits: SandboxLimits) -> "Container":
         """Start a container of an image, which the daemon fetches if it has not got it. Raises ToolError."""
@@ -96,6 +99,19 @@ class ContainerBackend:
         status, said = await self.ask("POST", f"/containers/{container.container_id}/start")
         if status not in (204, 304):
             raise ToolError(f"the daemon starts no container of {image!r}: {_message(said)}")
+        if not self._has_looked:
+            self._has_looked = True
+            await self._look_at_limits(container)
+
+    async def _look_at_limits(self, container: "Container") -> None:
+        """Say so where the daemon leaves out limits in silence, as Podman does that is an ordinary user's."""
+        _, said = await self.ask("GET", f"/containers/{container.container_id}/json")
+        held = said.get("HostConfig")
+        if missing := [name for name in HELD if isinstance(held, Mapping) and not held.get(name)]:
+            log.warning(
+                "sandboxes_are_not_limited", daemon=str(self.socket), limits=missing,
+                remedy="run the daemon as root, or on a host with control groups of version 2 alone",
+            )  # fmt: skip
 
     async def close(self) -> None:
         """End the connections to the daemon."""

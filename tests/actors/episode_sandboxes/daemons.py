@@ -2,6 +2,7 @@
 
 import io
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,19 @@ import pytest
 from actors.episode_sandboxes.containers import ContainerBackend
 
 IMAGE = "tiny:1"
+ROOTLESS = "podman of an ordinary user"
 DAEMONS = {
     "docker": "dockerd --data-root {d}/data --exec-root {d}/exec --pidfile {d}/pid -H unix://{d}/socket "
     "--iptables=false --ip6tables=false --bridge=none",
     "podman": "podman --root {d}/data --runroot {d}/run --cgroup-manager cgroupfs --runtime runc "
     "system service --time 0 unix://{d}/socket",
+    ROOTLESS: "podman --root {d}/data --runroot {d}/run --cgroup-manager cgroupfs --runtime runc "
+    "--storage-driver vfs --events-backend file system service --time 0 unix://{d}/socket",
 }
 IMPORT = {
     "docker": "docker -H unix://{d}/socket import - " + IMAGE,
     "podman": "podman --root {d}/data --runroot {d}/run import - " + IMAGE,
+    ROOTLESS: "podman --root {d}/data --runroot {d}/run --storage-driver vfs import - " + IMAGE,
 }
 
 
@@ -63,15 +68,29 @@ def image_of_python():
     return packed.getvalue()
 
 
+def account_of_many_users():
+    """An account whose containers may have users of their own."""
+    for line in Path("/etc/subuid").read_text().splitlines() if Path("/etc/subuid").exists() else ():
+        with suppress(KeyError):
+            return pwd.getpwnam(line.partition(":")[0])
+    pytest.skip("needs an account with users for its containers: adduser NAME")
+
+
 @contextmanager
 def daemon_of(kind, archive=None):
     """The socket of a daemon that has an image of busybox, or of another archive."""
-    name = DAEMONS[kind].split()[0]
+    name, before = DAEMONS[kind].split()[0], []
+    account = account_of_many_users() if kind == ROOTLESS else None
     if os.geteuid() or not (shutil.which(name) and shutil.which("busybox")):
         pytest.skip(f"needs root, {name} and busybox: apt-get install docker.io podman crun busybox-static")
     with tempfile.TemporaryDirectory(prefix="sluice-daemon-", ignore_cleanup_errors=True) as directory:
+        if account is not None:
+            os.chown(directory, account.pw_uid, account.pw_gid)
+            variables = [f"HOME={directory}", f"XDG_RUNTIME_DIR={directory}", f"PATH={os.environ['PATH']}"]
+            user = [f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
+            before = ["setpriv", *user, "env", "-i", *variables]
         with Path(directory, "log").open("wb") as log:
-            command = DAEMONS[kind].format(d=directory).split()
+            command = [*before, *DAEMONS[kind].format(d=directory).split()]
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
         try:
             until = time.monotonic() + 60
@@ -79,7 +98,7 @@ def daemon_of(kind, archive=None):
                 if process.poll() is not None or time.monotonic() > until:
                     pytest.skip(f"{name} does not run here: {Path(directory, 'log').read_text()[-500:]}")
                 time.sleep(0.1)
-            load = IMPORT[kind].format(d=directory).split()
+            load = [*before, *IMPORT[kind].format(d=directory).split()]
             subprocess.run(load, input=archive or image_of_busybox(), check=True, capture_output=True)
             yield Path(directory, "socket")
         finally:

@@ -4,8 +4,10 @@ import asyncio
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from actors.episode_sandboxes.base import Command, EpisodeSandbox, SandboxFileError
 from actors.episode_sandboxes.containers import ContainerBackend
@@ -15,13 +17,14 @@ from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.tools.build import build_tools
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said, shell
-from tests.actors.episode_sandboxes.daemons import DAEMONS, IMAGE, ask_for_few_processes, daemon_of
+from tests.actors.episode_sandboxes.daemons import DAEMONS, IMAGE, ROOTLESS, ask_for_few_processes, daemon_of
 from tests.actors.tools.test_sandbox_tools import Episode
 
 pytestmark = pytest.mark.nightly
+HAS_GROUPS_OF_VERSION_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
 
 
-@pytest.fixture(scope="module", params=DAEMONS)
+@pytest.fixture(scope="module", params=[kind for kind in DAEMONS if kind != ROOTLESS])
 def daemon(request):
     """The socket of a daemon that has the image."""
     with daemon_of(request.param) as socket:
@@ -159,6 +162,15 @@ async def test_the_tools_work_in_a_container(daemon):
     finally:
         await episode.close()
         await tools["shell"].close()
+
+
+async def test_a_daemon_of_an_ordinary_user_serves_and_missing_limits_are_told():
+    with daemon_of(ROOTLESS) as socket, capture_logs() as logs:
+        async with container_of(socket) as sandbox:
+            assert await said(sandbox, "id -u; pwd") == "0\n/workspace\n"
+            assert (await shell(sandbox, "sleep 60", timeout_s=0.5)).end == "time"
+    told = [one["limits"] for one in logs if one["event"] == "sandboxes_are_not_limited"]
+    assert told == ([] if HAS_GROUPS_OF_VERSION_2 else [["Memory", "PidsLimit"]])
 
 
 def test_a_socket_without_a_daemon_is_a_config_error(tmp_path):
