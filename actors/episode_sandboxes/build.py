@@ -2,10 +2,12 @@
 
 from actors.episode_sandboxes.base import SandboxBackend
 from actors.episode_sandboxes.containers import ContainerBackend
+from actors.episode_sandboxes.kubernetes import KubernetesBackend
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episode_sandboxes.remote import RemoteBackend
 from actors.settings.episode_sandboxes import (
     ContainerSandboxes,
+    KubernetesSandboxes,
     RemoteSandboxes,
     SandboxBackendConfig,
 )
@@ -16,6 +18,8 @@ def build_backend(config: SandboxBackendConfig, *, listens: bool = False) -> San
     work here."""
     if isinstance(config, ContainerSandboxes):
         return ContainerBackend(config, listens=listens)
+    if isinstance(config, KubernetesSandboxes):
+        return KubernetesBackend(config)
     if isinstance(config, RemoteSandboxes):
         return RemoteBackend(config)
     return NamespaceBackend.from_config(config)

@@ -127,9 +127,41 @@ class RemoteSandboxes(Config):
     """Longest time for which a server without room is asked again."""
 
 
+class KubernetesSandboxes(Config):
+    """Sandboxes in pods of Kubernetes 1.30 or later, one in each, without network where the cluster's network
+    plug-in heeds policies."""
+
+    type: Literal["kubernetes"] = "kubernetes"
+    """Name of the back end."""
+
+    image: str
+    """Image of pods; it has `sh`, `cat`, `env`, `mkfifo`, `mkdir` and `tar`. Metadata `sandbox_image` of a
+    prompt names another."""
+
+    url: str = Field("https://kubernetes.default.svc", pattern=r"^https?://.+[^/]$")
+    """Address of the cluster's API, without a slash at its end."""
+
+    namespace: str = "default"
+    """Namespace of the pods."""
+
+    token_file: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+    """File of the token of an account that may make, see and delete pods, make their `exec`, and make network
+    policies."""
+
+    certificate: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
+    """File of the authority that vouches for the API's address; `None` is those of this host."""
+
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Longest time until a pod runs, its image fetched."""
+
+    life_s: float = Field(86400.0, gt=0)
+    """Longest life of a pod, after which it ends by itself."""
+
+
 LocalBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(discriminator="type")]
 SandboxBackendConfig = Annotated[
-    NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes, Field(discriminator="type")
+    NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes | KubernetesSandboxes,
+    Field(discriminator="type"),
 ]
 
 

@@ -47,8 +47,10 @@ class SandboxToolConfig(PoolConfig):
 
     @model_validator(mode="after")
     def _host_has_them(self) -> Self:
-        if self.backend.type == "http" and self.host_budget != HostBudgetConfig():
-            raise ValueError("`host_budget` bounds sandboxes of this host: set it where their server runs")
+        if self.backend.type in ("http", "kubernetes") and self.host_budget != HostBudgetConfig():
+            raise ValueError(
+                "`host_budget` bounds sandboxes of this host: leave it out, or set it where their server runs"
+            )
         return self
 
     @property
