@@ -1,5 +1,6 @@
 """`launch bench WHAT`: measures a part of the system, or a whole run, on this machine."""
 
+import asyncio
 import json
 import signal
 import time
@@ -170,6 +171,35 @@ def bench_weights(
         raise ConfigError(f"--versions {versions}: measure one at least")
     config = settings_of(flags(settings))
     measure(lambda: measured(workload_of(model, config), config, versions=versions), as_json=as_json)
+
+
+@bench.command(name="swarm", usage="Usage: launch bench swarm [OPTIONS]")
+def bench_swarm(
+    *, receivers: int = 8, size_mb: int = 128, rounds: int = 3, kills: int = 20, as_json: AsJson = False
+) -> None:
+    """Measure what the learner sends to processes that pass weights on to each other and to others.
+
+    Parameters
+    ----------
+    receivers
+        Number of processes that receive.
+    size_mb
+        Size of the weights.
+    rounds
+        Rounds of both, in turns.
+    kills
+        Processes that are killed at random moments of a last transfer.
+    as_json
+        Print one JSON object on one line.
+    """
+    from benchmarks.swarm import bench_swarm as measured
+
+    configure_logging("warning")
+    values = {"receivers": receivers, "size_mb": size_mb, "rounds": rounds}
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 at least")
+    measure(lambda: asyncio.run(measured(**values, kills=kills)), as_json=as_json)
 
 
 @bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
