@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from actors.settings.actors import ActorsConfig
 from bus.connection.bus import Bus
 from bus.process.process_tuning import no_collections
+from launch.model_files.hub_model import fetched_before, is_hub_name
 from launch.process.record_trust import with_own_engine
 from launch.process.run_connection import connected, joined, seen_records
 from launch.process.runtime import SUPERVISOR
@@ -52,7 +54,8 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
 
             further = await _further_policies(bus, config, overrides, stop, opened)
             settings = ActorSettings(
-                actors=config.actors, sampling=config.sampling, rollout_engine=engine_of(config),
+                actors=with_model_directory(config),
+                sampling=config.sampling, rollout_engine=engine_of(config),
                 shards=config.replay.shards,
                 logs=config.directory / config.run / "logs",
                 account=config.directory / config.run / ACTORS,
@@ -63,6 +66,15 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 calls_rewards=SUPERVISOR not in os.environ,
             )  # fmt: skip
             await run_actors(bus, settings, environment, stop)
+
+
+def with_model_directory(config: RunConfig) -> ActorsConfig:
+    """Return the actors' settings with the directory of the run's model on this host, if there is one."""
+    actors, path = config.actors, config.model.path
+    if actors.weights.model is not None or path is None:
+        return actors
+    model = path if path.is_dir() else fetched_before(path) if is_hub_name(path) else None
+    return actors.model_copy(update={"weights": actors.weights.model_copy(update={"model": model})})
 
 
 async def _further_policies(

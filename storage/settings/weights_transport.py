@@ -143,5 +143,9 @@ class PeerConfig(ServerConfig):
     serve: bool = True
     """Whether others get parts of weights from here."""
 
+    model: Path | None = None
+    """Directory of the model on this host: parts of the first weights that its files have are not fetched.
+    Without it that of `model.path` is taken, if it is here or in the hub's cache."""
+
     keep_bytes: int = Field(4 << 30, ge=0)
     """Memory for weights that are kept a minute for others only; the newest blob is kept anyway."""

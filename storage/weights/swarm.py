@@ -7,13 +7,14 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import structlog
 
 from bus.connection import Bus
-from bus.errors import BusError, DamagedError
+from bus.errors import BusError, DamagedError, StorageError
 from bus.messages import BlobRef
 from bus.process.work_progress import Advance
 from bus.streams.blob_store import shown_fetch
@@ -33,12 +34,16 @@ from storage.weights.blob_http import (
     shown_access,
 )
 from storage.weights.blob_parts import is_part, part_range
+from storage.weights.local_model import take_parts
 from storage.weights.new_memory import lend, new_memory, take_back
 from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S
+from storage.weights.tensors import MAX_HEADER_BYTES
 
 log = structlog.get_logger()
 POLL_S = 0.1
 """Seconds until the learner is asked again where parts are, unless one has come."""
+MODEL_TRIES = 2
+"""Blobs that are looked for in the model's directory: adapters may come before the weights below them."""
 ORIGIN_FAILURES = 3
 """Failures of the learner's server, without a part that came meanwhile, after which a blob cannot be had."""
 
@@ -85,6 +90,7 @@ class Swarm:
         self._bus = bus
         self._config = config
         self._host = f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._model_tries = MODEL_TRIES if config.model is not None else 0
         self._held: dict[str, HeldBlob] = {}
         """Blobs by the name under which they are served, the oldest first."""
         self._server = BlobServer(self._held.get, config, setting="actors.weights.port")
@@ -106,8 +112,10 @@ class Swarm:
             held = self._held[name] = HeldBlob(ref)
         async with held.filling:
             if not held.is_whole:
+                model = self._config.model if self._model_tries and not any(held.states) else None
+                self._model_tries -= model is not None
                 with shown_fetch(ref) as advance:
-                    await _Fetch(self._bus, held, self._asked, advance).run()
+                    await _Fetch(self._bus, held, self._asked, advance).run(model)
             held.used_s = time.monotonic()
         self._forget()
         return held.data
@@ -153,11 +161,15 @@ class _Fetch:
         self._shown: dict[BlobAccess | None, dict[str, Any]] = {}
         """Arguments of requests to servers, by what they ask for."""
 
-    async def run(self) -> None:
-        """Return when all parts are here. Raises `BusError` where one cannot be had."""
+    async def run(self, model: Path | None) -> None:
+        """Return when all parts are here; first those are taken that the directory `model` has.
+
+        Raises `BusError` where a part cannot be had."""
         held, subject = self._held, parts_subject(self._bus, self._held.ref.origin)
         access = await ask_access(self._bus, held.ref.origin)
         async with aiohttp.ClientSession(auto_decompress=False) as session:
+            if model is not None:
+                await self._take_from(model, session, access)
             try:
                 while not held.is_whole:
                     asked = self._asked(held, tuple(self._failed))
@@ -168,10 +180,39 @@ class _Fetch:
                     await self._some_end()
             finally:
                 await cancelled(*self._running)
+                await asyncio.gather(*self._running, return_exceptions=True)  # the first error is enough
                 for source in self._running.values():
                     held.states[source.part] = LACKED
         with suppress(BusError):  # others may be sent here for all of it; if not, they get it elsewhere
             await self._bus.request(subject, self._asked(held, ()), PartsFound, timeout_s=ASK_S)
+
+    async def _take_from(
+        self, model: Path, session: aiohttp.ClientSession, access: BlobAccess | None
+    ) -> None:
+        """Fill in what a model's directory has of these weights; where it cannot be read, all is fetched."""
+        try:
+            header = await self._header(session, access)
+            found = await asyncio.to_thread(take_parts, model, self._held.ref, header, self._held.data)
+        except (BusError, StorageError, OSError) as error:
+            log.warning("model_directory_not_used", directory=str(model), reason=str(error))
+            return
+        for part in found:
+            self._held.states[part] = HAD
+            begin, end = part_range(self._held.ref, part)
+            self._advance(end - begin)
+
+    async def _header(self, session: aiohttp.ClientSession, access: BlobAccess | None) -> bytes:
+        """Fetch the header of a snapshot from the learner; its first part is verified later.
+
+        Raises `StorageError` for what is no snapshot."""
+        ref, data = self._held.ref, self._held.data
+        target, shown = f"{ref.origin}/{file_name(ref)}", shown_access(access)
+        await fetch_range(session, target, data[:8], 0, timeout=TIMEOUT, **shown)
+        size = 8 + int.from_bytes(data[:8], "little")
+        if size > min(ref.size_bytes, MAX_HEADER_BYTES):
+            raise StorageError(f"{ref.subject} is no snapshot")
+        await fetch_range(session, target, data[8:size], 8, timeout=TIMEOUT, **shown)
+        return bytes(data[:size])
 
     def _begin(self, session: aiohttp.ClientSession, source: PartSource, access: BlobAccess | None) -> None:
         self._held.states[source.part] = FETCHED

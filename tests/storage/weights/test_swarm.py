@@ -5,6 +5,7 @@ import os
 import random
 
 import aiohttp
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -17,6 +18,7 @@ from storage.weights.blob_http import HttpBlobs
 from storage.weights.blob_parts import BlockDigests, is_part, part_range
 from storage.weights.blob_sources import Blobs
 from storage.weights.swarm import Swarm
+from storage.weights.tensors import HostTensor, Weights, snapshot_content
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 30
@@ -144,6 +146,51 @@ async def test_hosts_that_are_dead_or_say_nothing_cost_a_bounded_time(origin, ho
         mute._held[file_name(ref)].has = lambda begin, end: True
         mute._server._counted = lambda sent: asyncio.Event().wait()
         assert await host().get(ref) == data
+
+
+def weights(changed=()):
+    drawn = np.random.default_rng(0)
+    tensors = {}
+    for name in ("a", "b", "c", "d"):
+        words = drawn.integers(0, 1 << 16, 10 * BLOCK // 2, dtype=np.uint16)
+        words[7] += name in changed
+        tensors[name] = HostTensor("BF16", (10, BLOCK // 2), words)
+    return tensors
+
+
+def written(directory, files, **tensors):
+    """A model's directory with these tensors, by file."""
+    directory.mkdir()
+    for file, names in files.items():
+        content = snapshot_content(Weights.of(0, {name: tensors[name] for name in names}))
+        (directory / file).write_bytes(b"".join(content))
+    return directory
+
+
+async def test_first_weights_come_from_the_models_directory_as_far_as_they_agree(origin, host, tmp_path):
+    model = written(tmp_path / "model", {"1.safetensors": "db", "2.safetensors": "a"}, **weights())
+    content = snapshot_content(Weights.of(7, weights(changed="b")))
+    first = await origin.put(content, "one", 7)
+    one = host(model=model)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert bytes(await one.get(first)) == b"".join(content)
+        # what differs: all of c, which no file has, and the beginning of b; parts lie across two tensors
+        assert 11 * BLOCK <= origin.sent_bytes <= 15 * BLOCK
+        sent = origin.sent_bytes
+        other = await origin.put([os.urandom(10 * BLOCK)], "one", 8)
+        await one.get(other)
+        assert origin.sent_bytes == sent + 10 * BLOCK + 8, "it is no snapshot"
+
+
+async def test_a_directory_of_another_model_or_a_torn_one_costs_nothing(origin, host, tmp_path):
+    content = snapshot_content(Weights.of(0, weights()))
+    ref = await origin.put(content, "one", 0)
+    others = written(tmp_path / "other", {"1.safetensors": "abcd"}, **weights(changed="abcd"))
+    torn = written(tmp_path / "torn", {"1.safetensors": "ab"}, **weights())
+    (torn / "2.safetensors").write_bytes(b"\xff" * 20)
+    async with asyncio.timeout(TIMEOUT_S):
+        for directory in (others, torn, tmp_path / "none"):
+            assert bytes(await host(model=directory, serve=False).get(ref)) == b"".join(content)
 
 
 async def test_strangers_get_nothing_that_is_not_here_and_nothing_but_blobs(origin, host):
