@@ -30,8 +30,8 @@ def without_files(root: Path, name: str) -> str | None:
 
 def facts_of_runs(root: Path, names: Sequence[str]) -> list[dict[str, Json]]:
     """Return what the files of runs say of each: a fact is null where no file says it."""
-    paths = [RunDirectory(root, name).path for name in names]
-    return [_facts(run, RunDirectory(root, run.run).exists) for run in recorded_runs(paths)]
+    here = {name: RunDirectory(root, name).exists for name in names}
+    return [_facts(run, here[run.run]) for run in recorded_runs(root / name for name in names)]
 
 
 def _facts(run: RecordedRun, here: bool) -> dict[str, Json]:

@@ -21,7 +21,7 @@ PERIOD_S = 2.0
 """Time between two looks; one takes about two seconds."""
 AWAY_PERIOD_S = 5.0
 """The same while nothing answers."""
-OLD_S = 20.0
+OLD_S = 10.0
 """Age from which answers are not shown: nobody looked meanwhile, and they are asked for anew."""
 
 

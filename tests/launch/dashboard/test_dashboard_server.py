@@ -201,6 +201,9 @@ async def test_a_run_on_the_bus_alone_shows_its_curves_and_what_waits_for_what(
         async with client.get("/api/runs/test/live") as answer:
             curves = await event(answer, "curves")
             assert curves["steps"]["step"] == [1, 2]
+            async with client.get("/api/runs") as listed, client.get("/api/runs/test") as told:
+                for facts in ((await listed.json())["runs"][0], await told.json()):
+                    assert (facts["here"], facts["state"]) == (False, None), "no file says it"
             await publisher.publish(bus.subject("events", "metrics"), encode(metrics(3)), message_id="m3")
             assert (await event(answer, "curves"))["steps"]["step"] == [2, 3]
         async with client.get("/api/runs/test/live") as answer, asyncio.timeout(60):
