@@ -25,11 +25,11 @@ from actors.policy.chat_format import Tokenizer
 from actors.settings.evaluation import ChatEndpointConfig
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
-from launch.model_files.model_directory import model_directory, model_here
-from launch.run_view.run_files import recorded_config
+from launch.model_files.model_directory import model_directory
+from launch.run_view.run_checkpoint import described_by, is_of_fsdp, newest_checkpoint
 from launch.settings.run_config import RunConfig
 from storage.chats.stop_tokens import stop_token_ids
-from storage.disk.run_directory import RunDirectory, is_run
+from storage.disk.run_directory import RunDirectory
 from storage.images.chat import ImageChat
 
 BYTES_TEMPLATE = (
@@ -69,48 +69,13 @@ def directory_of_checkpoint(source: Path | None, config: RunConfig) -> Iterator[
 
     found = newest_checkpoint(source)
     given = config.model.path
-    described = _described_by(found) if given is None else model_directory(given)
+    described = described_by(found) if given is None else model_directory(given)
+    if described is None:
+        raise ConfigError(f"{found} has no tokenizer: name the directory of its model by --model.path")
     with TemporaryDirectory(prefix="sluice-checkpoint-") as scratch:
         target = Path(scratch) / "model"
         (fsdp_to_hf if is_of_fsdp(found) else megatron_to_hf)(found, target, described)
         yield config.model_copy(update={"model": config.model.model_copy(update={"path": target})})
-
-
-def newest_checkpoint(source: Path) -> Path:
-    """Return the checkpoint that a path names, itself or the newest of several. Raises `ConfigError`."""
-    from learner.model_directories.checkpoint_manifest import MANIFEST
-    from storage.disk import checkpoints
-
-    source = source.absolute()
-    for place in (source, source / "checkpoints"):
-        if (place / MANIFEST).is_file():
-            return place
-        if (latest := checkpoints.latest(place)) is not None:
-            return latest
-    raise ConfigError(f"{source} is no checkpoint, and neither a directory of several nor that of a run")
-
-
-def _described_by(checkpoint: Path) -> Path:
-    """Return the directory with the configuration and tokenizer of a checkpoint: its own, or its run's model.
-
-    Raises `ConfigError` where neither has a tokenizer."""
-    from learner.model_directories.model_directory import has_tokenizer
-
-    places, root = [checkpoint], checkpoint.parent.parent
-    if checkpoint.parent.name == "checkpoints" and is_run(root):
-        run = RunDirectory(root.parent, root.name)
-        model = model_here(recorded_config(run).model.path, run)
-        places += [root / "export", *([] if model is None else [model])]
-    if (found := next(filter(has_tokenizer, places), None)) is None:
-        raise ConfigError(f"{checkpoint} has no tokenizer: name the directory of its model by --model.path")
-    return found
-
-
-def is_of_fsdp(checkpoint: Path) -> bool:
-    """Return whether the backend `fsdp` wrote a checkpoint."""
-    from learner.model_directories.checkpoint_manifest import read_manifest, written_by
-
-    return written_by(read_manifest(checkpoint)) == "fsdp"
 
 
 def refuse_clients(environment: Environment) -> None:

@@ -17,13 +17,14 @@ ModelDirectory = Annotated[
     Path, Parameter(help="Directory with config.json and safetensors files; other files are copied.")
 ]
 Checkpoint = Annotated[
-    Path, Parameter(help="Directory of a checkpoint, or of several, of which the latest is taken.")
+    Path,
+    Parameter(help="Directory of a checkpoint, or of several or of a run, of which the latest is taken."),
 ]
 CopiedModel = Annotated[
     Path | None,
     Parameter(
-        help="Hugging Face directory whose configuration and tokenizer are copied; without it the "
-        "checkpoint's."
+        help="Hugging Face directory whose configuration and tokenizer are copied; without it those "
+        "of the checkpoint, or of the model of its run."
     ),
 ]
 Target = Annotated[
@@ -49,19 +50,23 @@ def hf_to_megatron(source: Path, target: Target) -> None:
 @convert.command(usage="Usage: launch convert megatron-to-hf SOURCE TARGET [OPTIONS]")
 def megatron_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory."""
+    from launch.run_view.run_checkpoint import described_by, newest_checkpoint
     from learner.convert.megatron import megatron_to_hf
 
     configure_logging()
-    print(megatron_to_hf(source, target, model))  # noqa: T201 - the user's terminal
+    found = newest_checkpoint(source)
+    print(megatron_to_hf(found, target, model or described_by(found)))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert fsdp-to-hf SOURCE TARGET [OPTIONS]")
 def fsdp_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
     """Write the weights of a checkpoint of learner.backend=fsdp as a Hugging Face directory, in float32."""
+    from launch.run_view.run_checkpoint import described_by, newest_checkpoint
     from learner.convert.fsdp import fsdp_to_hf
 
     configure_logging()
-    print(fsdp_to_hf(source, target, model))  # noqa: T201 - the user's terminal
+    found = newest_checkpoint(source)
+    print(fsdp_to_hf(found, target, model or described_by(found)))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert gguf FILE TARGET [OPTIONS]")

@@ -26,13 +26,13 @@ from launch.checks.answering_model import (
     AnsweringModel,
     answering_model,
     directory_of_checkpoint,
-    newest_checkpoint,
     refuse_clients,
     refuse_other_policies,
 )
 from launch.checks.start_checks import check_start
 from launch.evaluation.answers_file import GREEDY, AnswersFile, EvaluationAnswer
 from launch.evaluation.results import SetResult, result_of
+from launch.run_view.run_checkpoint import newest_checkpoint
 from launch.services.hidden_files import hidden_files
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import write_json
