@@ -43,6 +43,7 @@ from storage.metrics.sinks import refuse_missing
 from storage.model_files.model_reading import read_tokenizer
 from storage.prompt_files.dataset import refuse_large
 from storage.prompt_files.pairs import load_pairs
+from storage.prompt_files.rows import read_rows
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
 
@@ -218,10 +219,12 @@ async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.E
             refuse_large(prompts.training, prompts.source, largest_message=largest)
     generated = config.data.prompts is None and not config.data.sources
     source = f"task {config.data.task}" if generated else prompts.source
+    warmup, heldout = config.warmup, len(prompts.heldout)
     material = f"{len(prompts.training)} prompts of {source}"
-    if not config.learner.steps and config.warmup.demonstrations is not None:
-        material = f"{config.warmup.steps} supervised steps on {config.warmup.demonstrations}"
-    return f"run {config.run!r} may start: {material}, {len(prompts.heldout)} held-out, {bus}"
+    if not config.learner.steps and warmup.demonstrations is not None:
+        material = f"{warmup.steps} supervised steps on {warmup.demonstrations}"
+        heldout = sum(1 for _ in read_rows(warmup.heldout)) if warmup.heldout is not None else heldout
+    return f"run {config.run!r} may start: {material}, {heldout} held-out, {bus}"
 
 
 def _refuse_live(config: RunConfig) -> str:

@@ -77,7 +77,8 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
     async with traced(config.metrics, run=config.run, role="learner"):
         progress = await run(bus, settings, demonstrations, stop, begin=record)
     if progress is not None:
-        log.info("learner_ends", stage=progress.stage, step=progress.step)
+        written = {"export": str(directory.export)} if progress.stage == "done" else {}
+        log.info("learner_ends", stage=progress.stage, step=progress.step, **written)
 
 
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:

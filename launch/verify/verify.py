@@ -43,7 +43,7 @@ class OnBus:
 
     async def ask(self, bus: Bus, answers: Sequence[Acknowledgement]) -> None:
         """Ask about the messages of these acknowledgements, until one question gets no answer."""
-        if bus.signatures is not None and bus.signatures.role != "operator":
+        if answers and bus.signatures is not None and bus.signatures.role != "operator":
             self.silence = f"the bus does not tell a key of {bus.signatures.role} what it holds: {REMEDY}"
             return
         stream = bus.topology.stream("TRAJECTORIES")

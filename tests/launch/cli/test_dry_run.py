@@ -164,9 +164,11 @@ async def test_a_run_that_goes_on_is_named(tmp_path: Path):
 async def test_a_run_on_demonstrations_alone_names_them_and_no_prompts(tmp_path: Path):
     demos = tmp_path / "demos.jsonl"
     demos.write_text('{"prompt": "1+1", "response": "2"}\n')
-    layer = small(tmp_path, data={}, warmup={"demonstrations": demos, "steps": 3}, learner={"steps": 0})
-    found = await rehearse_local(resolve(layer), STOP, own_bus=True)
-    assert f"may start: 3 supervised steps on {demos}, 0 held-out, a bus of its own" in found
+    warmup = {"demonstrations": demos, "steps": 3, "heldout": demos}
+    found = await rehearse_local(
+        resolve(small(tmp_path, data={}, warmup=warmup, learner={"steps": 0})), STOP, own_bus=True
+    )
+    assert f"may start: 3 supervised steps on {demos}, 1 held-out, a bus of its own" in found
 
 
 async def test_a_prompt_that_is_too_long_for_the_scratch_model_is_refused(tmp_path: Path):

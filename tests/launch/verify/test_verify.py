@@ -143,6 +143,9 @@ async def test_a_key_that_may_not_read_trajectories_does_not_tell_what_the_bus_h
             return await verify_run(where, (), asyncio.Event())
 
         watcher, operator = await told("watcher"), await told("operator")
+        run.store.append(group(3))
+        nothing_to_ask = await told("watcher")
+    assert nothing_to_ask["bus"] is True
     assert (watcher["bus"], operator["bus"]) == (False, True)
     assert "operator.creds" in screen(watcher)
     assert (watcher["in_flight"], operator["lost"]) == (2, 2)
