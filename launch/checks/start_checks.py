@@ -16,6 +16,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from bus.policy_names import DEFAULT_POLICY
+from bus.process.work_progress import long_work
 from bus.server.nats_server import nats_binary
 from launch.checks.engine_check import refuse_no_sglang
 from launch.checks.model_check import refuse_models
@@ -87,6 +88,11 @@ async def check_start(
 
     Returns the prompts. `models=False` leaves out what the learner would refuse of models. Raises
     `ConfigError` for the first thing that is wrong."""
+    with long_work(f"checking what run {config.run!r} needs"):
+        return await _checked(config, run, own_bus=own_bus, models=models)
+
+
+async def _checked(config: RunConfig, run: RunDirectory, *, own_bus: bool, models: bool) -> Prompts:
     if own_bus:
         nats_binary()  # raises where there is none to start
     refuse_nobody_rolls_out(config)
