@@ -18,6 +18,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer, number
 
 Summary = dict[str, Json]
+NO_EXPORT = "written when the run is done; `launch convert` makes one of a checkpoint"
 SUPERVISED = {
     "train/loss": "Loss of the last step",
     "heldout/loss_nats": "Held-out loss",
@@ -225,13 +226,16 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ]
     wall, warmup, rl = (duration(_known(summary, key)) for key in ("wall_s", "warmup_wall_s", "rl_wall_s"))
     steps, version = integer(summary, "steps"), integer(summary, "policy_version")
-    return [
+    held_out = [
         ("Held-out reward, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
-        ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
-        ("... at the end", _accuracy(summary, "heldout_accuracy_end", version)),
+        ("Held-out after warm-up", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
+        ("Held-out at the end", _accuracy(summary, "heldout_accuracy_end", version)),
+        ("Target", _target(summary)),
+    ]
+    return [
+        *(row for row in held_out if row[1] != UNKNOWN),
         *((f"{name}, latest", text) for name, text in _latest_of_sets(summary)),
         *([("Best checkpoint", best)] if (best := best_text(summary.get("best_checkpoint"))) else []),
-        ("Target", _target(summary)),
         *((f"ALARM of {name}", str(alarm)) for name, alarm in _alarms(summary).items()),
         ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
         ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
@@ -271,7 +275,7 @@ def _alarms(summary: Summary) -> dict[str, Json]:
 def _target(summary: Summary) -> str:
     target, step = _known(summary, "target_accuracy"), summary.get("target_reached_step")
     if target is None:
-        return "none set"
+        return UNKNOWN
     if step is None:
         return f"{fraction(target)}, not reached"
     when = duration(_known(summary, "target_reached_s"))
@@ -309,7 +313,8 @@ def _memory(summary: Summary, most: int = 6) -> str:
 
 def _file_rows(summary: Summary) -> list[tuple[str, str]]:
     names = {"export": "Trained model", "checkpoint": "Checkpoint", "metrics": "Metrics", "curves": "Curves"}
-    return [(label, str(summary.get(key) or UNKNOWN)) for key, label in names.items()]
+    there = {label: str(summary[key]) for key, label in names.items() if summary.get(key)}
+    return [*({"Trained model": NO_EXPORT} | there).items()]
 
 
 def _counts(values: Mapping[str, Json], key: str) -> dict[str, int]:

@@ -194,15 +194,16 @@ def test_the_table_names_no_versions_where_nothing_was_measured(run: RunDirector
     monitor.on_event(evaluation(0, 0.02, drawn_by=(0, 3)), time.time())
     progress = PROGRESS | {"trains_from": 0, "policy_version": 20, "evaluations": {}}
     lines = printed(summarise(monitor, run=run, progress=progress, checkpoint=None, wall_s=1.0)).splitlines()
-    [untrained, after_warmup] = [line for line in lines if "untrained" in line or "(SFT)" in line]
+    [untrained] = [line for line in lines if "untrained" in line or "after warm-up" in line]
     assert "0.020 (drawn by v0 to v3)" in untrained
-    assert "drawn by" not in after_warmup
 
 
 def test_the_table_of_a_run_without_numbers(run: RunDirectory):
     text = printed(summarise(RunMonitor(FACTS), run=run, progress=None, checkpoint=None, wall_s=1.0))
     assert "0.900, not reached" in text
     assert "not known" in text
+    assert "Held-out" not in text
+    assert "`launch convert`" in text
 
 
 # --- curves ---
