@@ -330,7 +330,11 @@ def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     found = [config] if config else [path for path in (run.learner_config, run.config) if path.exists()]
     if not found:
         raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")
-    return resolve(config_file(found[0]), {"run": run.name})
+    recorded = config_file(found[0])
+    try:
+        return resolve(recorded, {"run": run.name})
+    except ConfigError as error:
+        raise ConfigError(f"{found[0]} has settings that this build does not take: {error}") from error
 
 
 def changed_settings(before: Mapping[str, Json], config: RunConfig) -> dict[str, list[Json]]:

@@ -78,3 +78,6 @@ def test_the_learners_own_settings_are_preferred_to_the_runs(tmp_path: Path):
     (tmp_path / "mine.toml").write_text("seed = 3")
     assert recorded_config(run).seed == 2
     assert recorded_config(run, tmp_path / "mine.toml").seed == 3
+    run.learner_config.write_text('{"gone": 1}')
+    with pytest.raises(ConfigError, match=f"{run.learner_config} has settings that .* unknown key gone"):
+        recorded_config(run)
