@@ -37,6 +37,13 @@ def new_memory(size_bytes: int) -> memoryview:
     return memoryview(mapping)[:size_bytes]
 
 
+def copied(data: memoryview) -> memoryview:
+    """Return the same bytes in memory of their own."""
+    copy = new_memory(len(data))
+    copy[:] = data
+    return copy
+
+
 def words_in(data: Data, word: type[np.unsignedinteger], count: int, start: int) -> Words | None:
     """Return `count` words from byte `start` on where they lie; None unless they lie in `new_memory`.
 

@@ -35,7 +35,7 @@ from storage.weights.blob_http import (
 )
 from storage.weights.blob_parts import is_part, part_range
 from storage.weights.local_model import take_parts
-from storage.weights.new_memory import lend, new_memory, take_back
+from storage.weights.new_memory import copied, lend, new_memory, take_back
 from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S
 from storage.weights.tensors import MAX_HEADER_BYTES
 
@@ -62,6 +62,8 @@ class HeldBlob:
         lend(self.data)
         self.states = bytearray(ref.parts)
         self.filling = asyncio.Lock()
+        self.is_taken = False
+        """Whether a reader has it, whose tensors lie in this memory."""
         self.used_s = time.monotonic()
 
     @property
@@ -117,8 +119,11 @@ class Swarm:
                 with shown_fetch(ref) as advance:
                     await _Fetch(self._bus, held, self._asked, advance).run(model)
             held.used_s = time.monotonic()
+            # the memory goes back with the tensors of one reader, so the next ones have memory of their own
+            data = await asyncio.to_thread(copied, held.data) if held.is_taken else held.data
+            held.is_taken = True
         self._forget()
-        return held.data
+        return data
 
     def _asked(self, held: HeldBlob, failed: tuple[PartFailed, ...]) -> PartsAsked:
         return PartsAsked(

@@ -18,7 +18,7 @@ from storage.weights.blob_http import HttpBlobs
 from storage.weights.blob_parts import BlockDigests, is_part, part_range
 from storage.weights.blob_sources import Blobs
 from storage.weights.swarm import Swarm
-from storage.weights.tensors import HostTensor, Weights, snapshot_content
+from storage.weights.tensors import HostTensor, Weights, read_snapshot, snapshot_content
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 30
@@ -226,6 +226,19 @@ async def test_weights_are_kept_a_while_for_others_only_in_bounded_memory(origin
         for ref in refs:
             await one.get(ref)
     assert list(one._held) == [file_name(refs[2])]
+
+
+async def test_tensors_of_one_reader_stay_when_another_readers_go(origin, host):
+    words = np.arange(BLOCK, dtype=np.uint32)
+    weights = Weights.of(0, {"w": HostTensor("F32", (BLOCK,), words)})
+    refs = [await origin.put(snapshot_content(weights), "one", n) for n in range(2)]
+    one = host(keep_bytes=0)
+    async with asyncio.timeout(TIMEOUT_S):
+        first, second = [read_snapshot(await one.get(refs[0]), 0) for _ in range(2)]
+        del first
+        await one.get(refs[1])
+    assert file_name(refs[0]) not in one._held
+    assert np.array_equal(second.tensors["w"].words, words)
 
 
 async def test_small_blobs_and_those_without_parts_come_from_the_learner_at_once(bus, origin):
