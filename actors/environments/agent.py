@@ -27,7 +27,7 @@ from actors.environments.session_episode import (
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.policy_faults import LatestUses
-from actors.episodes.task import Task
+from actors.episodes.task import JSON, Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
@@ -158,7 +158,7 @@ class AgentEnvironment:
         """Run the program, and return its episode with its reward. Raises the errors of `run`, of which the
         policy may have caused `ProgramFaultError`, `AnswerFaultError` and `UnpaidError`."""
         try:
-            await self._run_program(task, session, work)
+            found = await self._run_program(task, session, work)
         finally:
             await session.close()  # what the program left behind at the engine is no part of its episode
         last = session.last
@@ -167,7 +167,7 @@ class AgentEnvironment:
             nothing = "nothing: does it heed OPENAI_BASE_URL?"
             raise self._failed(task, f"it asked the policy {asked if session.agents else nothing}")
         if self._scoring is not None:
-            return await scored_episode(self._scoring, policy, session, task, last)
+            return await scored_episode(self._scoring, policy, session, task, last, found=found)
         if self._verifier is None:
             return posted_episode(policy, session, await self._reward(task, session))
         left = LeftByAgent(session, work, str(last.message["content"]))
@@ -192,12 +192,14 @@ class AgentEnvironment:
                 await self._gateway.start()
                 self._is_serving = True
 
-    async def _run_program(self, task: Task, session: Session, work: Path) -> None:
-        """Run the program; a failure of the engine explains every other one."""
+    async def _run_program(self, task: Task, session: Session, work: Path) -> Mapping[str, JSON]:
+        """Run the program, and return what was found of what it left; a failure of the engine explains every
+        other one."""
+        found: Mapping[str, JSON] = {}
         description = json.dumps(self._descriptions.of(task))
         try:
             if self._sandboxed is not None:
-                ended = await self._sandboxed.run(task, session, description, work)
+                ended, found = await self._sandboxed.run(task, session, description, work)
             else:
                 ended = await self._run_here(task, session, description, work)
         except (OSError, ValueError) as error:  # no space for its files, no descriptors, a wrong variable
@@ -208,6 +210,7 @@ class AgentEnvironment:
             raise session.failure
         if ended.status != 0:
             self._look_at(task, session, ended)
+        return found
 
     async def _run_here(self, task: Task, session: Session, description: str, work: Path) -> ProgramEnd:
         with self._runner.directory() as directory:

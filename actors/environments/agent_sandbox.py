@@ -4,7 +4,7 @@ import asyncio
 import io
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,13 +13,20 @@ from actors.episode_sandboxes.base import Command, CommandResult, EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.pool import SandboxPool
 from actors.episodes.errors import ToolError, ToolFailedError
-from actors.episodes.task import Task
+from actors.episodes.task import JSON, Task
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.programs.output import TAIL_BYTES
 from actors.programs.runner import ProgramEnd, ProgramError, ProgramFailedError
 from actors.settings.agents import AgentConfig
-from actors.tools.sandbox import HEADS_OF_FILES, image_of, write_texts
+from actors.tools.sandbox import (
+    HEADS_OF_FILES,
+    SANDBOX_CHECK,
+    CheckLimits,
+    image_of,
+    passes_check,
+    write_texts,
+)
 
 PLACE = "/tmp/sluice"
 """Directory of a sandbox that holds its task and the files that the command names."""
@@ -39,8 +46,11 @@ class SandboxedPrograms:
             at_once=config.programs + config.heldout_programs,
         )
 
-    async def run(self, task: Task, session: Session, description: str, left: Path) -> ProgramEnd:
-        """Run the program of an episode, and bring the workspace that it leaves to the directory `left`.
+    async def run(
+        self, task: Task, session: Session, description: str, left: Path
+    ) -> tuple[ProgramEnd, Mapping[str, JSON]]:
+        """Run the program of an episode, and bring the workspace that it leaves to the directory `left` where
+        a verifier wants it. Returns how it ended, and whether the workspace passes the check if there is one.
 
         Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host."""
         try:
@@ -51,7 +61,7 @@ class SandboxedPrograms:
                 ended = await self._ended(sandbox, session, words)
                 if self._config.verifier is not None:
                     await self._bring(sandbox, left)
-                return ended
+                return ended, await self._examined(task, sandbox)
         except (ToolFailedError, SandboxFileError) as error:
             raise ProgramFailedError(str(error)) from error
         except ToolError as error:
@@ -105,6 +115,14 @@ class SandboxedPrograms:
             "output": f"wrote more than {self._config.most_output_bytes} bytes",
         }
         raise ProgramFailedError(f"it {limits[ran.end]}; its last output: {output}")
+
+    async def _examined(self, task: Task, sandbox: EpisodeSandbox) -> Mapping[str, JSON]:
+        if (check := self._limits.check) is None:
+            return {}
+        limits = CheckLimits(
+            self._config.reward_timeout_s, self._config.most_output_bytes, self._limits.disk_mb
+        )
+        return {SANDBOX_CHECK: await passes_check(self._pool, sandbox, task, check, limits)}
 
     async def _bring(self, sandbox: EpisodeSandbox, left: Path) -> None:
         archive = await sandbox.snapshot(most_bytes=HEADS_OF_FILES * self._limits.disk_mb << 20)

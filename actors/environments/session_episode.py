@@ -106,9 +106,10 @@ def unscored_episode(
 
 async def scored_episode(
     scoring: AnswerScoring, policy: Policy, session: Session, task: Task, last: Completion,
-    metadata: Mapping[str, Json] | None = None,
+    metadata: Mapping[str, Json] | None = None, found: Mapping[str, JSON] | None = None,
 ) -> Episode:  # fmt: skip
-    """Return what was recorded with the reward of the last answer; raises RewardError."""
+    """Return what was recorded with the reward of the last answer, which also sees what was `found` besides;
+    raises RewardError."""
     stopped = session.end is None and last.finish_reason == "stop"
     answer = answer_to(
         task,
@@ -116,6 +117,7 @@ async def scored_episode(
         "stop" if stopped else "length",
         token_count=session.counts["tokens"],
     )
+    answer = replace(answer, metadata={**answer.metadata, **(found or {})})
     return await scoring.episode(
         policy, answer, metrics_of(session), end=session.end, metadata={**noted(session), **(metadata or {})}
     )

@@ -130,6 +130,11 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
         return with_own_python(shlex.split(self.verifier or ""))
 
     @property
+    def checks_sandbox(self) -> bool:
+        """Tell whether something judges what the program leaves in a sandbox."""
+        return self.sandbox is not None and self.sandbox.check is not None
+
+    @property
     def has_image(self) -> bool:
         """Return whether the program is one of an image, and not of this host."""
         return self.sandbox is not None and not isinstance(self.sandbox.backend, NamespaceSandboxes)

@@ -171,6 +171,10 @@ class ProgramSandboxes(HostSandboxes):
     backend: LocalBackendConfig = NamespaceSandboxes()
     """Where sandboxes run. An image needs `python3`, which brings requests to the gateway."""
 
+    check: str | None = None
+    """Shell command by which the reward `sandbox_check` judges the workspace that the program left, as that
+    of the tool `sandbox` does. It may take `reward_timeout_s`."""
+
 
 class SandboxServerConfig(PoolConfig):
     """Server of sandboxes for actors on other hosts."""

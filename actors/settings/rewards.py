@@ -244,8 +244,8 @@ class RewardConfig(UnfinishedConfig):
     def _checked_sandbox_is_there(self) -> Self:
         if "sandbox_check" in self.names and not self.checks_sandbox:
             raise ValueError(
-                "the reward sandbox_check needs type=tools with a tool of type sandbox that has a `check`: "
-                "it would always be 0"
+                "the reward sandbox_check needs type=tools with a tool of type sandbox that has a `check`, "
+                "or type=agent with a `sandbox.check`: it would always be 0"
             )
         return self
 

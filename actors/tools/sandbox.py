@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -133,29 +134,9 @@ class Sandboxes:
         return self._config.check is not None
 
     async def passes(self, state: "SandboxState") -> bool:
-        """Run the check on what is in the workspace, apart from all that the model left running.
-
-        Raises ToolError for a fault of the host."""
-        proof, check = secrets.token_hex(16), self._config.check or ""
-        files = state.task.metadata.get("sandbox_check_files")
-        try:
-            left = await state.sandbox.snapshot(most_bytes=HEADS_OF_FILES * self._config.disk_mb << 20)
-            await state.sandbox.close()  # a back end may have no room for both
-            async with self._pool.further(image_of(state.task)) as sandbox:
-                await sandbox.restore(left)
-                await write_texts(sandbox, files, anew=True)
-                ran = await sandbox.run(
-                    Command(
-                        words=("/bin/sh", "-c", check), stdin=f"{proof}\n".encode(),
-                        variables=CHECK_VARIABLES, timeout_s=self._config.command_s,
-                        output_bytes=self._config.output_kb << 10,
-                    )
-                )  # fmt: skip
-        except (SandboxFileError, ToolFailedError) as error:  # what the model left, such as a full disk
-            log.info("sandbox_is_not_checked", task=state.task.task_id, reason=str(error))
-            return False
-        last = ran.stdout.rstrip().rpartition(b"\n")[2]
-        return ran.end == "exited" and ran.status == 0 and last == proof.encode()
+        """Run the check on what is in the workspace. Raises ToolError for a fault of the host."""
+        limits = CheckLimits(self._config.command_s, self._config.output_kb << 10, self._config.disk_mb)
+        return await passes_check(self._pool, state.sandbox, state.task, self._config.check or "", limits)
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator["SandboxState"]:
@@ -171,6 +152,41 @@ class Sandboxes:
             if not self._is_closed:
                 await self._pool.close()
                 self._is_closed = True
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLimits:
+    """What a check may take, and the disk of the workspace that it judges."""
+
+    timeout_s: float
+    output_bytes: int
+    disk_mb: int
+
+
+async def passes_check(
+    pool: SandboxPool, judged: EpisodeSandbox, task: Task, check: str, limits: CheckLimits
+) -> bool:
+    """Run a check on what is in a workspace, apart from all that was left running there, which ends.
+
+    Raises ToolError for a fault of the host."""
+    proof, files = secrets.token_hex(16), task.metadata.get("sandbox_check_files")
+    try:
+        left = await judged.snapshot(most_bytes=HEADS_OF_FILES * limits.disk_mb << 20)
+        await judged.close()  # a back end may have no room for both
+        async with pool.further(image_of(task)) as sandbox:
+            await sandbox.restore(left)
+            await write_texts(sandbox, files, anew=True)
+            ran = await sandbox.run(
+                Command(
+                    words=("/bin/sh", "-c", check), stdin=f"{proof}\n".encode(), variables=CHECK_VARIABLES,
+                    timeout_s=limits.timeout_s, output_bytes=limits.output_bytes,
+                )
+            )  # fmt: skip
+    except (SandboxFileError, ToolFailedError) as error:  # what the model left, such as a full disk
+        log.info("sandbox_is_not_checked", task=task.task_id, reason=str(error))
+        return False
+    last = ran.stdout.rstrip().rpartition(b"\n")[2]
+    return ran.end == "exited" and ran.status == 0 and last == proof.encode()
 
 
 def image_of(task: Task) -> str | None:

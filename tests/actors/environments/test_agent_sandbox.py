@@ -28,12 +28,15 @@ from tests.actors.scripted_engine import ScriptedEngine
 
 LABEL = "LABEL-90210"
 TASK = Task(
-    task_id="g00000000.0", prompt="say fine", label=LABEL, metadata={"sandbox_files": {"note.txt": "noted"}}
+    task_id="g00000000.0",
+    prompt="say fine",
+    label=LABEL,
+    metadata={"sandbox_files": {"note.txt": "noted"}, "sandbox_check_files": {"hidden": "true"}},
 )
 PROGRAM = """
 import socket, subprocess
 assert task == {"task_id": "g00000000.0", "prompt": "say fine", "metadata": {}} and not given
-assert open("note.txt").read() == "noted" and os.getcwd() == "/workspace"
+assert not os.path.exists("hidden") and open("note.txt").read() == "noted" and os.getcwd() == "/workspace"
 seen = str([dict(os.environ), sys.argv]) + open("/proc/1/cmdline").read()
 assert "LABEL" not in seen and "reward" not in seen.lower()
 for address in (("127.0.0.1", int(sys.argv[1])), ("192.0.2.1", 80)):  # a bus of the host, and the world
@@ -99,6 +102,12 @@ async def test_a_program_in_a_sandbox_reaches_the_gateway_alone_and_leaves_nothi
             [trajectory] = episode.trajectories
             assert (trajectory.reward, trajectory.end) == (1.0, "completed")
             assert trajectory.loss_mask.sum() == 5
+        checked = {**given, "reward": "sandbox_check", "verifier": None}
+        for check, reward in (("read a; grep -q fine left.txt; . ./hidden; echo $a", 1.0), ("exit 0", 0.0)):
+            checked["sandbox"] = {**given["sandbox"], "check": check}
+            async with environment_of(command=f"{command} ends 7812", **checked) as environment:
+                [trajectory] = (await environment.run(TASK, policy)).trajectories
+            assert trajectory.reward == reward
         hanging = {**given, "command": f"{command} hangs -", "program_timeout_s": 1.5}
         async with environment_of(**hanging) as environment:
             with pytest.raises(EpisodeError, match=r"it ran for 1\.5 s"):
