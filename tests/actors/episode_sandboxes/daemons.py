@@ -4,6 +4,7 @@ import io
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -91,7 +92,7 @@ def daemon_of(kind, archive=None):
             before = ["setpriv", *user, "env", "-i", *variables]
         with Path(directory, "log").open("wb") as log:
             command = [*before, *DAEMONS[kind].format(d=directory).split()]
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
         try:
             until = time.monotonic() + 60
             while not Path(directory, "socket").is_socket():
@@ -102,8 +103,10 @@ def daemon_of(kind, archive=None):
             subprocess.run(load, input=archive or image_of_busybox(), check=True, capture_output=True)
             yield Path(directory, "socket")
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)  # an ordinary user's consists of several
             process.wait(30)
+            with suppress(FileNotFoundError):  # and of one that keeps its namespace
+                os.kill(int(Path(directory, "libpod/tmp/pause.pid").read_text()), signal.SIGKILL)
 
 
 def ask_for_few_processes(patch):
