@@ -8,7 +8,7 @@ import structlog
 
 from bus.errors import ConfigError
 from bus.messages import BlobRef, KeptVersion
-from storage.disk.atomic_files import Content, Data, publish_files, remove
+from storage.disk.atomic_files import Content, Data, publish_files, remove, remove_leftovers
 from storage.model_files.adapter_names import are_adapters
 from storage.weights.quantisation import published_as
 from storage.weights.tensors import Weights, read_snapshot
@@ -54,6 +54,7 @@ class KeptVersions:
             return await put(content, version, "kept")
         path = self._directory / f"version-{version}"
         self._directory.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(remove_leftovers, self._directory)  # of a learner that ended as it wrote
         if path.exists():
             await asyncio.to_thread(remove, path)
         await asyncio.to_thread(publish_files, path, {FILE: content})

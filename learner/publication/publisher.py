@@ -158,6 +158,8 @@ class WeightPublisher:
         same version again announces its new stage; its weights must be the same. A snapshot is written
         beside, and announced with the version that is the latest when it is whole.
         """
+        if self._kept.lack(policy_version):
+            await self.kept_written()  # each takes the memory of all weights until it is written
         async with self._one:
             began = time.perf_counter()
             tensors = await self._in_format(tensors)

@@ -49,6 +49,7 @@ class Checkpointing:
     async def begin(self) -> None:
         """Begin to save; the files are written while training goes on."""
         await self.finish()
+        self._on_doing("waiting for learner.publication.keep_versions to be written")
         await self._prepared()
         self._on_doing("copying the state for a checkpoint")
         values = await asyncio.to_thread(values_to_save, self._settings, self._progress)

@@ -157,6 +157,32 @@ async def test_a_version_that_is_to_stay_and_cannot_be_written_ends_the_learner(
 
 
 @pytest.mark.nats
+async def test_versions_that_stay_wait_for_each_other_and_what_a_killed_learner_left_of_one_goes(
+    bus, disk, tmp_path
+):
+    (tmp_path / "config.json").write_text("{}")
+    kept = tmp_path / "kept"
+    (kept / ".tmp-version-2").mkdir(parents=True)
+    config = PublicationConfig(keep_versions=(2, 3, 4))
+    publisher, host = WeightPublisher(bus, disk, config, incarnation="one", kept=kept), Host()
+    await publisher.start(tmp_path)
+    async with asyncio.timeout(TIMEOUT_S):
+        for version in range(3):
+            await publish(publisher, host, version)
+        third = asyncio.create_task(publish(publisher, host, 3))
+        assert await asyncio.to_thread(disk.begun.wait, TIMEOUT_S)
+        await asyncio.wait({third}, timeout=0.1)
+        assert not third.done(), "the memory of more than one is held for a slow disk"
+        disk.goes_on.set()
+        await third
+        await publish(publisher, host, 4)
+        await publisher.kept_written()
+    assert [version.policy_version for version in publisher.latest.kept] == [2, 3, 4]
+    assert sorted(path.name for path in kept.iterdir()) == ["version-2", "version-3", "version-4"]
+    await publisher.close()
+
+
+@pytest.mark.nats
 async def test_a_learner_that_ends_gives_up_its_snapshot(publisher, disk):
     host = Host()
     for version in range(3):

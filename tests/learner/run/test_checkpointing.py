@@ -57,13 +57,17 @@ async def nothing() -> None:
 
 async def test_storage_commits_the_step_that_was_saved_however_far_training_is_by_then(settings):
     world, told, progress = SlowDisk(), [], Progress(stage="rl")
+    doing: list[str] = []
+
+    async def prepared() -> None:
+        assert "keep_versions" in doing[-1], "screens say what a checkpoint waits for"
 
     async def committed(step: int) -> None:
         saved = json.loads(settings.progress.read_text())  # durable before storage may forget its groups
         told.append((step, saved["step"], world.calls[-1][0]))
 
     checkpoints = Checkpointing(
-        settings, world, progress, prepared=nothing, committed=committed, on_doing=lambda _: None
+        settings, world, progress, prepared=prepared, committed=committed, on_doing=doing.append
     )
     for step in range(1, 6):
         progress.step, progress.groups[str(step)] = step, [step]
