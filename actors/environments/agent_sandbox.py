@@ -151,9 +151,18 @@ def _unpack(archive: bytes, left: Path) -> None:
 
     def kept(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         try:
-            return tarfile.data_filter(member, path)
+            found = tarfile.data_filter(member, path)
         except tarfile.FilterError:
             return None
+        names = [found.name, found.linkname] if found.islnk() else [found.name]
+        return None if any(_leads_on(left, name) for name in names) else found
 
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as packed:
         packed.extractall(left, filter=kept)
+
+
+def _leads_on(left: Path, name: str) -> bool:
+    """Return whether a path goes upwards or by a link: what a sandbox sends may come from no tar, and
+    Python's own filter overlooks links in paths that are too long (CVE-2025-4517)."""
+    place, parts = left, Path(name).parts
+    return ".." in parts or any((place := place / part).is_symlink() for part in parts)

@@ -196,6 +196,7 @@ def _limit_memory(handlers: set[int], most_bytes: int) -> set[int]:
     processes = below(os.getpid())
     waiting = handlers & {one.pid for one in processes}
     commands = [one for one in processes if one.pid not in waiting]
+    signal_all([one for one in processes if one.pid in waiting], signal.SIGCONT)  # a command may stop them
     if sum(one.memory_bytes for one in commands) > most_bytes:
         signal_all([one for one in processes if one.pid in waiting], OVER)
         signal_all(commands, signal.SIGKILL)

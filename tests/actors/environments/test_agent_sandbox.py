@@ -137,6 +137,33 @@ def test_what_leads_out_of_a_workspace_stays_behind(tmp_path):
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"left", "left/kept"}
 
 
+def test_what_leads_out_by_a_path_that_is_too_long_to_follow_stays_behind_too(tmp_path):
+    packed, steps, below, left = io.BytesIO(), "abcdefghijklmnop", "", tmp_path / "left"
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+
+        def add(name, kind, target="", data=b""):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.size = kind, target, len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+        for step in steps:  # short names for a path of more bytes than Linux takes (CVE-2025-4517)
+            add(below + "d" * 247, tarfile.DIRTYPE)
+            add(below + step, tarfile.SYMTYPE, "d" * 247)
+            below += "d" * 247 + "/"
+        far = "/".join(steps) + "/" + "l" * 254
+        add(far, tarfile.SYMTYPE, "../" * len(steps))
+        add("up", tarfile.SYMTYPE, f"{far}/..")
+        add("up/out", tarfile.REGTYPE, data=b"written")
+        add("read", tarfile.LNKTYPE, "up/label")
+        add("kept", tarfile.REGTYPE)
+    (tmp_path / "label").write_text(LABEL)
+    left.mkdir()
+    _unpack(packed.getvalue(), left)
+    assert {path.name for path in tmp_path.iterdir()} == {"left", "label"}
+    assert (left / "kept").exists()
+    assert not (left / "read").exists()
+
+
 def test_settings_that_cannot_hold_are_refused(tmp_path):
     with pytest.raises(ValueError, match="does not pay itself"):
         AgentConfig(command="true", sandbox={}, program_owns_reward=True)

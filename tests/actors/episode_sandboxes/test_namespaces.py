@@ -57,6 +57,8 @@ async def test_files_are_written_read_packed_and_brought_back(sandbox):
     assert await sandbox.read("/tmp/other/a/b c") == b"\0\xff" * 100
     with pytest.raises(SandboxFileError, match="No such file"):
         await sandbox.read("a/nothing")
+    await said(sandbox, "head -c 3M /dev/zero > log; (touch ticks; while echo >> log; do :; done) &")
+    assert b"ticks" in await sandbox.snapshot(), "although files change meanwhile"
     with pytest.raises(SandboxFileError, match="more than 10 bytes"):
         await sandbox.read("a/b c", most_bytes=10)
     with pytest.raises(SandboxFileError, match="No space left"):
@@ -92,6 +94,8 @@ async def test_a_command_that_ends_its_watcher_is_no_fault_of_the_host(sandbox):
     ran = await shell(sandbox, "echo kept > f; kill -9 -1")
     assert (ran.end, ran.status) == ("exited", -9)
     assert await said(sandbox, "cat f") == "kept\n"
+    ran = await shell(sandbox, "kill -STOP $PPID; sleep 60", timeout_s=0.3)
+    assert ran.end == "time", "who stops its watcher has failed, as who is late"
 
 
 async def test_memory_of_no_process_and_no_file_is_refused_and_the_limit_holds_while_commands_come(sandbox):
