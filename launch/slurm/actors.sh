@@ -4,10 +4,11 @@
 {% endfor %}
 # An actor of a run in each job of the array, written by `launch slurm`.
 # More of them: sbatch --array=N-M with this file. Fewer: scancel JOB_[N-M].
-set -euo pipefail
+set -eo pipefail
 {% for line in setup %}
 {{ line }}
 {% endfor %}
+set -u  # not before: scripts of modules and of conda read variables that are not set
 launch=({{ launch }})
 run={{ run }}
 directory={{ directory }}

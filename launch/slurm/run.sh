@@ -3,10 +3,11 @@
 #SBATCH {{ option }}
 {% endfor %}
 # Bus, storage and learner of a run, written by `launch slurm`. A requeued job takes the run up again.
-set -euo pipefail
+set -eo pipefail
 {% for line in setup %}
 {{ line }}
 {% endfor %}
+set -u  # not before: scripts of modules and of conda read variables that are not set
 launch=({{ launch }})
 run={{ run }}
 directory={{ directory }}

@@ -89,7 +89,11 @@ def test_the_scripts_ask_for_what_the_settings_say(here: Path):
     ]  # fmt: skip
     for script in ("run.sh", "actors.sh"):
         assert subprocess.run(["bash", "-n", files / script], capture_output=True).stderr == b""
-        assert "\nmodule load 'cuda 12'\n" in (files / script).read_text()
+        setup, _, rest = (files / script).read_text().partition("\nmodule load 'cuda 12'\n")
+        began = f"{setup}\necho $MISSING begun\n{rest.partition('launch=')[0]}\n$MISSING"
+        said = subprocess.run(["bash", "-c", began], capture_output=True, text=True)
+        assert said.stdout == "begun\n", "lines of the setup may read what is not set"
+        assert "unbound variable" in said.stderr
     assert 'prompts = "p.jsonl"' in (files / "settings.toml").read_text()
 
 
