@@ -16,7 +16,8 @@ class PublicationConfig(Config):
     the latest snapshot. 1 publishes every version as a snapshot."""
 
     snapshot_bytes_per_s: int | None = Field(None, ge=1)
-    """Bound on the bandwidth with which a snapshot beside deltas is written. `None` sets none."""
+    """Bound on the bandwidth with which a snapshot beside deltas is written. `None` sets none. It holds
+    neither for what the bus sends nor for the copy of a version that stays from its file to the transport."""
 
     keep: int = Field(8, ge=2)
     """Number of latest versions that can be fetched, besides those that still wait for their evaluation."""
