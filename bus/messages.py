@@ -258,6 +258,8 @@ class PolicyManifest(Message, tag="policy"):
     """What an engine must say of some sequences once it has this version; `None` where none was scored."""
     kept: tuple[KeptVersion, ...] = ()
     """Earlier versions, and perhaps this one, that stay as snapshots."""
+    keeping: tuple[int, ...] = ()
+    """Earlier versions whose snapshots are to stay and are still being written."""
     ess_fraction: float | None = None
     """Effective sample size of the step that made this version, as a fraction of its tokens; `None` where no
     step of reinforcement learning did, or none was measured."""

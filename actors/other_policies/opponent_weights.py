@@ -86,6 +86,8 @@ class PublishedWeights:
         if self._loaded is not None or manifest.policy_version < version:
             return
         announced = manifest_at(manifest, version)
+        if announced is None and version in manifest.keeping:  # announced again once it is written
+            return
         if announced is None:
             raise ConfigError(
                 f"actors.opponents.{self._name}.version={version}: the run is at version "

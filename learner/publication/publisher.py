@@ -106,8 +106,8 @@ class WeightPublisher:
         """Version up to which, itself not included, no delta is made."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
         self._snapshots = SnapshotWriter(config.snapshot_bytes_per_s, publishing_threads(config))
-        self._keeping = 0
-        """Number of versions that are to stay and are not written yet."""
+        self._keeping: set[int] = set()
+        """Versions that are to stay and are not written yet."""
         self._kept = KeptVersions(config.keep_versions, kept, adapters=base is not None)
         self._base = base
         self._adapted: AdaptedBase | None = None
@@ -347,11 +347,11 @@ class WeightPublisher:
             async with self._one:
                 self._stored.add(blob)
                 self._kept.name(version, blob)
+                self._keeping.discard(version)
                 latest = self._latest()
                 await self._announce_again(latest.snapshot, latest.snapshot_at, latest.deltas)
-                self._keeping -= 1
 
-        self._keeping += 1
+        self._keeping.add(version)
         self._snapshots.begin(weights, write)
 
     def _latest(self) -> PolicyManifest:
@@ -383,6 +383,7 @@ class WeightPublisher:
             deltas=deltas,
             probe=announcement.probe,
             kept=kept,
+            keeping=tuple(sorted(self._keeping)),
             ess_fraction=announcement.ess_fraction,
             pause_reason=self._pause_reason(),
             adapted=self._adapted,

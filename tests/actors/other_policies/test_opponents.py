@@ -31,6 +31,7 @@ from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import recomputed, tiny_model
+from tests.learner.publication.test_snapshot_writing import SlowDisk
 
 
 class Loading:
@@ -149,6 +150,25 @@ async def test_a_version_to_come_is_waited_for(bus, tmp_path):
     assert engine.loaded == []
     await weights.follow(await publish(made, 1))
     await weights.follow(await publish(made, 2))
+    assert engine.loaded == [(1, 1.0)]
+
+
+@pytest.mark.nats
+async def test_a_version_that_is_still_being_written_to_stay_is_waited_for(bus, tmp_path):
+    disk, config = SlowDisk(tmp_path / "shared"), PublicationConfig(snapshot_every=1, keep_versions=(1,))
+    (tmp_path / "config.json").write_text("{}")
+    made = WeightPublisher(bus, disk, config, incarnation="one")
+    await made.start(tmp_path)
+    for version in range(4):
+        manifest = await made.publish(
+            host_tensors(state(version)), policy_version=version, stage="rl", trains_from=0
+        )
+    engine, weights = following(bus, version=1)
+    assert await weights.follow(manifest)
+    assert engine.loaded == []
+    disk.goes_on.set()
+    await made.snapshots_written()
+    assert await weights.follow(made.latest)
     assert engine.loaded == [(1, 1.0)]
 
 

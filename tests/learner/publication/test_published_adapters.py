@@ -258,7 +258,9 @@ async def test_kept_versions_are_refused_where_others_are_published(bus, tmp_pat
     async def publish(incarnation, base):
         made = WeightPublisher(bus, BusBlobs(bus), config, incarnation=incarnation, kept=kept, base=base)
         await made.start(tmp_path)
-        return await made.publish(host_tensors(tensors), policy_version=0, stage="rl", trains_from=0)
+        await made.publish(host_tensors(tensors), policy_version=0, stage="rl", trains_from=0)
+        await made.snapshots_written()
+        return made.latest
 
     for incarnation in ("one", "two"):  # a resume as it was takes it over
         assert [kept.policy_version for kept in (await publish(incarnation, bases[0])).kept] == [0]
