@@ -3,9 +3,12 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -138,51 +141,139 @@ def test_a_submission_is_refused_with_what_the_cluster_says(
 
 
 LAUNCH = """\
-import os, signal, socket, sys
+import os, re, signal, socket, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+def shell_traps():
+    caught = re.search(r"SigCgt:\\s*(\\w+)", open(f"/proc/{os.getppid()}/status").read())
+    return int(caught[1], 16) >> signal.SIGUSR1 - 1 & 1
+while sys.argv[1] == "learner" and not shell_traps():
+    pass
 with open("record", "a") as record:
-    print(*sys.argv[1:], sep="\\t", file=record)
+    print(os.getpid(), *sys.argv[1:], sep="\\t", file=record)
 if sys.argv[1] == "bus":
     listening = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
 if sys.argv[1] == "runs":
     print(os.environ["SHOWN"])
-elif sys.argv[1] == "learner":
+elif sys.argv[1] == "learner" and "STATUS" in os.environ:
     sys.exit(int(os.environ["STATUS"]))
 else:
     signal.sigwait([signal.SIGTERM])
+    open("drained", "a").write(sys.argv[1] + " ")
 """
-"""Stands for `launch`, and writes down how it was called."""
+"""Stands for `launch`: writes down how it was called, and that it was told to end."""
+JOB = str(os.getpid())
+"""Number of the job, from which it takes its ports."""
+END_ACTORS = "scancel --quiet --user=me --name=sluice-mine-actors"
+SRUN = """\
+while [[ $1 == --* ]]; do shift; done
+until grep -q storage record; do :; done
+echo $$ > step
+exec "$@"
+"""
+SCANCEL = """\
+echo scancel "$@" > then
+if [[ $1 == --signal=* ]]; then kill "-${1#--signal=}" $(pgrep -P "$(< step)") $(< step); fi
+"""
+"""Signals every process of the step, as Slurm does."""
+
+
+class Job:
+    """A script that runs with stand-ins for `launch` and for Slurm's programs."""
+
+    def __init__(self, here: Path, script: str, **variables: str) -> None:
+        self.here = here
+        path = here / "my runs" / "mine" / "slurm" / script
+        lines = path.read_text().replace("module load 'cuda 12'", "").splitlines()
+        launch = f"launch=({shlex.join([sys.executable, '-c', LAUNCH])})"
+        path.write_text("\n".join(launch if line.startswith("launch=") else line for line in lines))
+        given = {"SLURM_JOB_ID": JOB, "SLURM_NODEID": "0", "SLURM_JOB_USER": "me", **variables}
+        self.process = subprocess.Popen(["bash", path], env={**os.environ, **given}, start_new_session=True)
+
+    def started(self) -> list[list[str]]:
+        """Return process id and arguments of each `launch`."""
+        record = self.here / "record"
+        return [line.split("\t") for line in record.read_text().splitlines()] if record.exists() else []
+
+    def wait_for(self, count: int) -> list[list[str]]:
+        deadline = time.monotonic() + 60
+        while len(found := self.started()) < count:
+            assert time.monotonic() < deadline, found
+            assert self.process.poll() is None
+            time.sleep(0.01)
+        return found
+
+
+@pytest.fixture
+def job(here: Path, programs: Callable[..., None]) -> Iterator[Callable[..., Job]]:
+    """Return a function that runs a written script; what is left of it is killed."""
+    write("--slurm.look-s", "1")
+    programs(
+        sleep="exec /bin/sleep 0.05", srun=SRUN, scancel=SCANCEL, squeue="cat jobs",
+        scontrol='echo scontrol "$@" > then',
+    )  # fmt: skip
+    jobs: list[Job] = []
+
+    def start(script: str, **variables: str) -> Job:
+        jobs.append(Job(here, script, **variables))
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        with suppress(ProcessLookupError):  # it ended, and what it started as well
+            os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.wait(10)
 
 
 @pytest.mark.parametrize(
     ("status", "state", "then"),
-    [
-        (0, "finished", "scancel --quiet --user=me --name=sluice-mine-actors"),
-        (0, "stopped", "scontrol requeue 7"),
-        (1, "failed", "scancel --quiet --user=me --name=sluice-mine-actors"),
-    ],
+    [("0", "finished", END_ACTORS), ("0", "stopped", "scontrol requeue {}"), ("1", "failed", END_ACTORS)],
 )
 def test_the_job_starts_each_process_and_ends_as_the_learner_does(
-    status: int, state: str, then: str, here: Path, programs: Callable[..., None]
+    status: str, state: str, then: str, here: Path, job: Callable[..., Job]
 ):
-    write()
-    script = here / "my runs" / "mine" / "slurm" / "run.sh"
-    stand_in = shlex.join([sys.executable, "-c", LAUNCH])
-    lines = script.read_text().replace("module load 'cuda 12'", "").splitlines()
-    script.write_text(
-        "\n".join(f"launch=({stand_in})" if line.startswith("launch=") else line for line in lines)
-    )
-    programs(
-        sleep="exit 0",
-        srun='while [[ $1 == --* ]]; do shift; done; until grep -q ^storage record; do :; done; exec "$@"',
-        scancel='echo scancel "$@" > then',
-        scontrol='echo scontrol "$@" > then',
-    )
-    given = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_JOB_USER": "me", "STATUS": str(status)}
-    shown = {"SHOWN": f'{{"run": "mine", "state": "{state}"}}'}
-    done = subprocess.run(["bash", script], env={**os.environ, **given, **shown}, timeout=60)
-    assert done.returncode == (0 if "requeue" in then else status)
-    started = [line.split("\t") for line in (here / "record").read_text().splitlines()]
+    running = job("run.sh", STATUS=status, SHOWN=f'{{"run": "mine", "state": "{state}"}}')
+    assert running.process.wait(60) == int(status)
+    started = [words[1:] for words in running.started()]
     assert [words[0] for words in started] == ["bus", "storage", "learner", "runs"]
     for words in started:
         cli.app.parse_args(words, exit_on_error=False, print_error=False)
-    assert (here / "then").read_text().strip() == then
+    assert (here / "then").read_text().strip() == then.format(JOB)
+
+
+def test_before_the_time_limit_the_learner_is_told_to_end_and_the_job_requeues_itself(
+    here: Path, job: Callable[..., Job]
+):
+    running = job("run.sh", SHOWN='{"state": "stopped"}')
+    running.wait_for(3)
+    running.process.send_signal(signal.SIGUSR1)
+    assert running.process.wait(60) == 0
+    assert (here / "drained").read_text() == "learner storage bus "
+    assert (here / "then").read_text() == f"scontrol requeue {JOB}\n"
+
+
+def test_an_actor_follows_the_bus_and_ends_with_the_job_of_the_learner(here: Path, job: Callable[..., Job]):
+    address = here / "my runs" / "mine" / "slurm" / "bus"
+    (here / "jobs").write_text("7")
+    running = job("actors.sh")
+    for count, bus in enumerate(("nats://a:1", "nats://b:2"), start=1):
+        address.write_text(bus)
+        *_, (pid, *words) = running.wait_for(count)
+        assert words[:3] == ["actors", "--bus", bus]
+        cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    os.kill(int(pid), signal.SIGKILL)
+    running.wait_for(3)
+    (here / "jobs").write_text("")
+    assert running.process.wait(60) == 0
+    assert (here / "drained").read_text() == "actors actors "
+    assert not (here / "then").exists()
+
+
+def test_before_the_time_limit_an_actor_ends_and_its_job_requeues_itself(here: Path, job: Callable[..., Job]):
+    (here / "jobs").write_text("7")
+    (here / "my runs" / "mine" / "slurm" / "bus").write_text("nats://a:1")
+    running = job("actors.sh")
+    running.wait_for(1)
+    running.process.send_signal(signal.SIGUSR1)
+    assert running.process.wait(60) == 0
+    assert (here / "drained").read_text() == "actors "
+    assert (here / "then").read_text() == f"scontrol requeue {JOB}\n"
