@@ -4,6 +4,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from bus.config import URL_VARIABLE, without_credentials
+from bus.errors import ConfigError
 from launch.cli.app import SHORT, USAGE, ConfigFiles, Logging, LogOptions, PresetName, Settings, app, log_as
 from launch.cli.given_settings import GivenSettings
 from launch.settings.run_config import RunConfig, resolve
@@ -37,7 +39,13 @@ def slurm(
 
     log_as(log, "slurm", level="warning")
     sources = GivenSettings(preset_name=preset_name, config=config).sources(settings)
-    resolved = resolve(merged(sources))
+    layer = merged(sources)
+    if "url" in layer.get("bus", {}):
+        raise ConfigError(
+            f"bus.url={without_credentials(layer['bus']['url'])}: `launch slurm` starts its own bus; leave "
+            f"it and {URL_VARIABLE} out"
+        )
+    resolved = resolve(layer)
     if submit:
         refuse_no_cluster(resolved.slurm)
     jobs = write_jobs(resolved, printed_toml(resolved, sources))

@@ -50,27 +50,22 @@ def write_jobs(config: RunConfig, settings: str) -> Jobs:
         raise ConfigError(f"Slurm takes no {found[0]!r} in the path {path}: choose another --directory")
     make_directory(path)
     write_file(path / "settings.toml", settings.encode())
-    name = f"sluice-{config.run}"
-    jobs = Jobs(path / "run.sh", path / "actors.sh" if config.has_rollouts else None, name)
-    shared = {
+    name, slurm = f"sluice-{config.run}", config.slurm
+    scripts = {"run.sh": [*_run_options(config, name, path), *slurm.options]}
+    if config.has_rollouts:
+        own = _actor_options(config, f"{name}-actors", path)
+        scripts["actors.sh"] = [*own, *slurm.options, *slurm.actor_options]
+    values = {
         "launch": shlex.join(module_command("launch")),
         "run": config.run,
         "directory": shlex.quote(str(directory)),
-        "setup": config.slurm.setup,
-        "look_s": config.slurm.look_s,
+        "setup": slurm.setup,
+        "look_s": slurm.look_s,
     }
-    own = {
-        jobs.run: [*_run_options(config, name, path), *config.slurm.options],
-        jobs.actors: [
-            *_actor_options(config, jobs.actors_name, path), *config.slurm.options,
-            *config.slurm.actor_options,
-        ],
-    }  # fmt: skip
-    for script, options in own.items():
-        if script is not None:
-            template = _TEMPLATES.get_template(script.name)
-            write_file(script, template.render(shared, options=map(_quoted, options)).encode())
-    return jobs
+    for script, options in scripts.items():
+        text = _TEMPLATES.get_template(script).render(values, options=map(_quoted, options))
+        write_file(path / script, text.encode())
+    return Jobs(path / "run.sh", path / "actors.sh" if config.has_rollouts else None, name)
 
 
 def refuse_settings(config: RunConfig) -> None:
@@ -81,8 +76,7 @@ def refuse_settings(config: RunConfig) -> None:
         refuse_other_world(config.learner.parallel, ranks, config.learner.backend)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}: learner.world.nodes={world.nodes} with learner.world.processes={world.processes} is "
-            f"what the job asks for"
+            f"{error} (learner.world.nodes={world.nodes}, learner.world.processes={world.processes})"
         ) from error
     if gpus and world.processes > gpus:
         raise ConfigError(

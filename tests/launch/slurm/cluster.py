@@ -140,14 +140,16 @@ def wait_until(holds: Callable[[], bool], timeout_s: float) -> float:
 def _of_node(conf: str, node: str) -> list[psutil.Process]:
     """Return the processes of a node's jobs after those that watch them, which would tell of their end."""
     wanted = {"SLURM_CONF": conf, "SLURMD_NODENAME": node}
-    found = []
+    watching, found = set(), []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
+        with suppress(psutil.Error):  # it has just ended
             environment = process.environ()
             if all(environment.get(name) == value for name, value in wanted.items()):
                 found.append(process)
-    above = {parent for process in found if (parent := process.parent()) and parent.name() == "slurmstepd"}
-    return [*above, *found]
+                parent = process.parent()
+                if parent is not None and parent.name() == "slurmstepd":
+                    watching.add(parent)
+    return [*watching, *found]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -109,6 +109,10 @@ def test_the_scripts_ask_for_what_the_settings_say(here: Path):
         (("--slurm.options", "exclusive"), "'exclusive' is no option of sbatch"),
         (("--slurm.actors", "0"), "slurm.actors"),
         (("--colocation.enabled", "--learner.world.nodes", "1"), "set it to false"),
+        (
+            ("--bus.url", "nats://me:secret@h:1"),
+            "bus.url=nats://***@h:1: `launch slurm` starts its own bus",
+        ),
         (("--directory", "100%"), "choose another --directory"),
         (("--submit",), "--submit needs sbatch, which is not installed here"),
     ],
@@ -172,7 +176,8 @@ exec "$@"
 """
 SCANCEL = """\
 echo scancel "$@" > then
-if [[ $1 == --signal=* ]]; then kill "-${1#--signal=}" $(pgrep -P "$(< step)") $(< step); fi
+step=$(< step)
+if [[ $1 == --signal=* ]]; then kill "-${1#--signal=}" $(< /proc/$step/task/$step/children) $step; fi
 """
 """Signals every process of the step, as Slurm does."""
 

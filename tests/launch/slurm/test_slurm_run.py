@@ -108,12 +108,12 @@ def test_a_run_outlives_lost_nodes_preemption_and_its_time_limit_and_ends_with_a
     wait_until(lambda: run.actors() == {second: "RUNNING"}, 60)
     run.goes_on()
 
-    # a node of the learner is lost
-    run.on.lose("n2")
+    # the learner's first node is lost, with bus and storage
+    run.on.lose("n1")
     times["loss of the learner's node to its requeue"] = wait_until(
         lambda: run.on.jobs(RUN) == {job: "PENDING"}, 120
     )
-    run.on.start_node("n2")
+    run.on.start_node("n1")
     times["that requeue to the third step"] = run.goes_on()
 
     # the time limit is near; meanwhile the run gets an end
