@@ -24,7 +24,7 @@ CopiedModel = Annotated[
     Path | None,
     Parameter(
         help="Hugging Face directory whose configuration and tokenizer are copied; without it those "
-        "of the checkpoint, or of the model of its run."
+        "of the checkpoint, or the tokenizer of the model of its run."
     ),
 ]
 Target = Annotated[
@@ -55,7 +55,8 @@ def megatron_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = N
 
     configure_logging()
     found = newest_checkpoint(source)
-    print(megatron_to_hf(found, target, model or described_by(found)))  # noqa: T201 - the user's terminal
+    begun_from = described_by(found) if model is None else None
+    print(megatron_to_hf(found, target, model, begun_from=begun_from))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert fsdp-to-hf SOURCE TARGET [OPTIONS]")
@@ -66,7 +67,8 @@ def fsdp_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None)
 
     configure_logging()
     found = newest_checkpoint(source)
-    print(fsdp_to_hf(found, target, model or described_by(found)))  # noqa: T201 - the user's terminal
+    begun_from = described_by(found) if model is None else None
+    print(fsdp_to_hf(found, target, model, begun_from=begun_from))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert gguf FILE TARGET [OPTIONS]")

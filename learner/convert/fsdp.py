@@ -35,14 +35,17 @@ from storage.disk import checkpoints
 
 
 def fsdp_to_hf(
-    source: Path, target: Path, model: Path | None = None, *, shard_bytes: int = SHARD_BYTES
-) -> Converted:
+    source: Path, target: Path, model: Path | None = None, *,
+    begun_from: Path | None = None, shard_bytes: int = SHARD_BYTES,
+) -> Converted:  # fmt: skip
     """Write the main weights of a checkpoint, bit for bit, as a Hugging Face directory.
 
     Args:
         source: a checkpoint, or a directory of several, of which the newest is taken.
         target: must not exist yet.
         model: directory whose configuration and tokenizer go along; without it those in `source`.
+        begun_from: directory of the model that the checkpoint's run began with, whose tokenizer goes along
+            where `source` has none.
         shard_bytes: largest size of one file of weights.
 
     Raises `StorageError` for a damaged checkpoint, `ConfigError` for one of adapters alone or of another
@@ -59,7 +62,7 @@ def fsdp_to_hf(
     hf_config = load_hf_config(described)
     # both as this transformers reads them, which may be newer than the checkpoint's
     refuse_other_model(source, differences(fingerprint(load_hf_config(source)), fingerprint(hf_config)))
-    tokenizer_dir = described if has_tokenizer(described) else None
+    tokenizer_dir = next(filter(has_tokenizer, filter(None, (described, begun_from))), None)
     if tokenizer_dir is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))

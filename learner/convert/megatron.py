@@ -133,8 +133,9 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
 
 
 def megatron_to_hf(
-    source: Path, target: Path, model: Path | None = None, *, shard_bytes: int = SHARD_BYTES
-) -> Converted:
+    source: Path, target: Path, model: Path | None = None, *,
+    begun_from: Path | None = None, shard_bytes: int = SHARD_BYTES,
+) -> Converted:  # fmt: skip
     """Write the weights of a checkpoint as a Hugging Face directory.
 
     Args:
@@ -143,6 +144,8 @@ def megatron_to_hf(
         model: directory whose configuration and tokenizer go along, and heads for several next tokens that
             the checkpoint does not have, if it has weights; without it the configuration and the tokenizer
             that lie in `source`.
+        begun_from: directory of the model that the checkpoint's run began with, where `model` is none: what
+            `source` lacks of tokenizer and heads comes from there.
         shard_bytes: largest size of one file of weights.
 
     Raises `StorageError` for a damaged checkpoint, `ConfigError` for a configuration or a tokenizer that is
@@ -158,13 +161,14 @@ def megatron_to_hf(
     hf_config = load_hf_config(described)
     _refuse_unsupported(hf_config)
     refuse_other_model(source, differences_from(manifest["model"], hf_config))
-    tokenizer_dir = described if has_tokenizer(described) else None
+    tokenizer_dir = next(filter(has_tokenizer, filter(None, (described, begun_from))), None)
     if tokenizer_dir is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     weights = model_in(source, hf_config)
-    if model is not None and family_of(hf_config).beside is not nothing:
-        weights = _with_heads_of(model, hf_config, weights)
+    heads = model or begun_from
+    if heads is not None and family_of(hf_config).beside is not nothing:
+        weights = _with_heads_of(heads, hf_config, weights)
     seen = Digesting(weights)
     hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
     with filling(target) as temporary:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bus.errors import ConfigError, LostDataError
 from learner.backends.fsdp.trainer import FsdpTrainer
@@ -13,6 +13,9 @@ from learner.config.optimizer import OptimizerConfig
 from learner.convert.fsdp import fsdp_to_hf
 from learner.convert.megatron import megatron_to_hf
 from learner.data.packing import pack
+from learner.initial.reward_model import as_reward_model
+from learner.initial.scratch_model import character_tokenizer
+from learner.model_directories.model_directory import HFWeights, load_tokenizer
 from storage.disk.checkpoints import latest
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 
@@ -37,6 +40,23 @@ def test_transformers_loads_the_weights_of_a_checkpoint_to_the_bit(tmp_path, fam
     found = hf_state(loaded)
     for name, weight in trainer.export().items():
         assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(("kind", "convert"), [(FsdpTrainer, fsdp_to_hf), (Trainer, megatron_to_hf)])
+def test_a_reward_model_stays_one_with_the_tokenizer_of_the_model_that_its_run_began_with(
+    tmp_path, kind, convert
+):
+    model, tokenizer = tiny_model(vocab_size=259), character_tokenizer()
+    begun_from = tmp_path / "policy"
+    model.save_pretrained(begun_from)
+    tokenizer.save_pretrained(begun_from)
+    config, state = as_reward_model(model.config, HFWeights(begun_from), tokenizer, seed=0)
+    trainer = kind(config, state, OptimizerConfig())
+    save_checkpoint(trainer, tmp_path / "checkpoints", 1, {}, keep=1)
+    convert(tmp_path / "checkpoints", tmp_path / "hf", begun_from=begun_from)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert torch.equal(loaded.score.weight, trainer.export()["score.weight"])
+    assert load_tokenizer(tmp_path / "hf").get_vocab() == tokenizer.get_vocab()
 
 
 def test_checkpoints_that_are_none_of_such_a_model_are_refused_and_leave_nothing(tmp_path):
