@@ -328,6 +328,8 @@ class WeightPublisher:
 
     async def _announce_again(self, snapshot: BlobRef, version: int, deltas: tuple[DeltaRef, ...]) -> None:
         latest = self._latest()
+        if latest.adapted is not None and self._adapted is None:
+            return  # the base is lost and could not be stored yet: the next version comes with both
         announcement = Announcement(
             latest.policy_version, latest.stage, latest.trains_from, latest.probe,
             ess_fraction=latest.ess_fraction,

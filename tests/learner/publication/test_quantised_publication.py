@@ -173,7 +173,9 @@ async def publish_by(bus, directory, name, version, **config):
     )  # fmt: skip
     await made.start(directory)
     tensors = host_tensors({"layers.0.up_proj.weight": torch.ones(2, 128) + version})
-    return await made.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+    await made.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+    await made.snapshots_written()
+    return made.latest
 
 
 @pytest.mark.parametrize(

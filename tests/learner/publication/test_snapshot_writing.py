@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from structlog.testing import capture_logs
 
 from actors.weights.received import Receiver
 from bus.errors import BusError, StorageError
-from bus.messages import PolicyManifest
+from bus.messages import AdaptedBase, PolicyManifest, SnapshotWanted
 from learner.config.publication import PublicationConfig
 from learner.publication import snapshot_writer
+from learner.publication.announcement import AdapterBase
 from learner.publication.publisher import WeightPublisher
 from learner.publication.snapshot_writer import HeldContent
 from storage.weights.blob_files import FileBlobs
@@ -32,7 +34,9 @@ class SlowDisk(FileBlobs):
         super().__init__(directory)
         self.goes_on, self.begun, self.fails = threading.Event(), threading.Event(), False
 
-    async def put(self, content, *tokens):
+    async def put(self, content, *tokens, refuses=""):
+        if refuses in tokens:
+            raise BusError("refused")
         beside = not isinstance(content, list)
         return await super().put(self._slowly(content) if beside else content, *tokens)
 
@@ -193,6 +197,32 @@ async def test_a_learner_that_ends_gives_up_its_snapshot(publisher, disk):
         disk.goes_on.set()
         await asyncio.get_running_loop().shutdown_default_executor()
     assert not list(disk.directory.glob(".tmp-*"))
+
+
+@pytest.mark.nats
+async def test_adapters_are_not_announced_without_their_base_which_could_not_be_stored_again(
+    bus, disk, tmp_path
+):
+    (tmp_path / "config.json").write_text("{}")
+    base = AdapterBase(
+        lambda blob: AdaptedBase(weights=blob, scale=1.0), lambda: Weights.of(0, Host().take(0))
+    )
+    publisher = WeightPublisher(bus, disk, PublicationConfig(snapshot_every=2), incarnation="one", base=base)
+    await publisher.start(tmp_path)
+    for version in range(3):
+        manifest = await publish(publisher, host := Host(), version)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "put", partial(disk.put, refuses="base"))
+        wanted = SnapshotWanted(incarnation="one", policy_version=2, reason="a test", lacks_base=True)
+        with pytest.raises(BusError, match="refused"):
+            await publisher._answer(wanted)
+        disk.goes_on.set()
+        await publisher.snapshots_written()
+    assert (await bus.get("policy", PolicyManifest))[0] == manifest
+    await publish(publisher, host, 3)
+    await publisher.snapshots_written()
+    assert (publisher.latest.adapted, publisher.latest.snapshot_at) == (manifest.adapted, 3)
+    await publisher.close()
 
 
 def test_a_snapshot_is_read_no_faster_than_its_bound():
