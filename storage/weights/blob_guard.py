@@ -12,6 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from bus.errors import BusError
 from bus.security.certificates import make_certificate, pem
 from bus.weight_requests import BlobAccess
 
@@ -43,8 +44,14 @@ def bearer(access: BlobAccess) -> str:
 
 
 def reader_context(access: BlobAccess) -> ssl.SSLContext:
-    """Return a context that trusts the server's own certificate, and no others."""
-    context = ssl.create_default_context(cadata=access.certificate)
+    """Return a context that trusts the server's own certificate, and no others.
+
+    Raises `BusError` where that is no certificate: other hosts choose what they announce."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(cadata=access.certificate)
+    except (ssl.SSLError, ValueError, TypeError) as error:
+        raise BusError(f"a server of weights announces what is no certificate: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
 

@@ -43,6 +43,8 @@ WINDOW = 8
 """Ranges that are requested at a time."""
 PART_BYTES = 1 << 20
 """Bytes that the server reads and sends at a time."""
+BOUNDED_BYTES = 64 << 10
+"""The same under a bound on the bandwidth: every reader gets some before it gives up waiting."""
 STALLED_S = 30.0
 """Seconds after which a reader that takes nothing of what it asked for is cut off."""
 HANDSHAKE_S = 10.0
@@ -55,8 +57,6 @@ ASK_S = 10.0
 HEARD_S = 2.0
 """Seconds in which the servers of a bus have told each other of somebody who serves since a moment ago."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10, sock_read=30)
-PEER_TIMEOUT = aiohttp.ClientTimeout(total=30, connect=3, sock_read=5)
-"""Limits of one part from another host: then it is fetched elsewhere."""
 
 
 class Served(Protocol):
@@ -253,7 +253,8 @@ class BlobServer:
         if found is None:
             raise web.HTTPNotFound
         try:
-            return await _send(request, found, self._counted)
+            at_once = PART_BYTES if self._config.bytes_per_s is None else BOUNDED_BYTES
+            return await _send(request, found, self._counted, at_once)
         finally:
             found.close()
 
@@ -267,7 +268,7 @@ class BlobServer:
 
 
 async def _send(
-    request: web.Request, found: Served, counted: Callable[[int], Awaitable[None]]
+    request: web.Request, found: Served, counted: Callable[[int], Awaitable[None]], at_once: int
 ) -> web.StreamResponse:
     """Send the range that is asked for, or all, as long as the reader takes it."""
     size = found.size_bytes
@@ -286,7 +287,7 @@ async def _send(
         response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
     await response.prepare(request)
     while begin < end:
-        part = await asyncio.to_thread(found.read, begin, min(PART_BYTES, end - begin))
+        part = await asyncio.to_thread(found.read, begin, min(at_once, end - begin))
         if not part:
             raise ConnectionResetError("the file was cut while it was read")
         await counted(len(part))
@@ -427,7 +428,7 @@ async def fetch_range(
             async for piece in response.content.iter_any():
                 place[at : at + len(piece)] = piece
                 at += len(piece)
-    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # the URL may be any text of another host
         raise BusError(f"{target}: {error!r}") from error
 
 

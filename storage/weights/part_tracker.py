@@ -123,6 +123,9 @@ class PartTracker:
                 del hosts[name]
             if not hosts:
                 del self._hosts[blob]
+        for url, accusers in list(self._accusers.items()):
+            if max(accusers.values()) <= now:
+                del self._accusers[url]
 
 
 def _taken(host: _Host, active: list[_Host], places: Mapping[str, str], now: float) -> set[int]:

@@ -25,7 +25,6 @@ from storage.settings.weights_transport import PeerConfig
 from storage.weights.blob_files import file_name
 from storage.weights.blob_http import (
     ASK_S,
-    PEER_TIMEOUT,
     TIMEOUT,
     BlobServer,
     ask_access,
@@ -40,6 +39,10 @@ from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S
 from storage.weights.tensors import MAX_HEADER_BYTES
 
 log = structlog.get_logger()
+PEER_S = 30.0
+"""Seconds after which a part is fetched elsewhere, and more for a large one."""
+SLOWEST_BYTES_PER_S = 2 << 20
+"""Bandwidth at which a host has to send a large part."""
 POLL_S = 0.1
 """Seconds until the learner is asked again where parts are, unless one has come."""
 MODEL_TRIES = 2
@@ -258,8 +261,14 @@ class _Fetch:
         target = f"{source.url or ref.origin}/{file_name(ref)}"
         await fetch_range(
             session, target, self._held.data[begin:end], begin,
-            timeout=PEER_TIMEOUT if source.url else TIMEOUT, **self._shown[access],
+            timeout=_peer_timeout(end - begin) if source.url else TIMEOUT, **self._shown[access],
         )  # fmt: skip
         if not await asyncio.to_thread(is_part, ref, source.part, self._held.data[begin:end]):
             raise DamagedError(f"{target}: part {source.part} does not have its digest")
         self._advance(end - begin)
+
+
+def _peer_timeout(size_bytes: int) -> aiohttp.ClientTimeout:
+    """Return the limits of a part of this size from another host."""
+    total_s = PEER_S + size_bytes / SLOWEST_BYTES_PER_S
+    return aiohttp.ClientTimeout(total=total_s, connect=3, sock_read=5)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+from contextlib import suppress
 
 import aiohttp
 import numpy as np
@@ -11,10 +12,11 @@ from structlog.testing import capture_logs
 
 from bus.errors import BusError
 from bus.messages import BlobRef
+from bus.weight_requests import BlobAccess, PartsAsked, PartsFound
 from storage.settings.weights_transport import HttpTransport, PeerConfig
 from storage.weights import blob_http, blob_parts, blob_sources, swarm
 from storage.weights.blob_files import file_name
-from storage.weights.blob_http import HttpBlobs
+from storage.weights.blob_http import HttpBlobs, parts_subject
 from storage.weights.blob_parts import BlockDigests, is_part, part_range
 from storage.weights.blob_sources import Blobs
 from storage.weights.swarm import Swarm
@@ -136,7 +138,7 @@ async def test_a_host_that_lies_is_named_and_avoided_and_its_part_taken_elsewher
 
 
 async def test_hosts_that_are_dead_or_say_nothing_cost_a_bounded_time(origin, host, monkeypatch):
-    monkeypatch.setattr(swarm, "PEER_TIMEOUT", aiohttp.ClientTimeout(total=0.5))
+    monkeypatch.setattr(swarm, "PEER_S", 0.5)
     data = os.urandom(20 * BLOCK)
     ref = await origin.put([data], "one", 1)
     dead, mute = host(), host()
@@ -191,6 +193,35 @@ async def test_a_directory_of_another_model_or_a_torn_one_costs_nothing(origin, 
     async with asyncio.timeout(TIMEOUT_S):
         for directory in (others, torn, tmp_path / "none"):
             assert bytes(await host(model=directory, serve=False).get(ref)) == b"".join(content)
+
+
+@pytest.mark.parametrize(
+    ("url", "access"),
+    [
+        ("https://127.0.0.1:1", BlobAccess(token="t", certificate="none")),
+        (f"http://{'a' * 100}", None),
+        ("http://[", None),
+    ],
+)
+async def test_a_host_that_announces_nonsense_stops_nobody(bus, origin, host, url, access):
+    data = os.urandom(5 * BLOCK)
+    ref = await origin.put([data], "one", 1)
+    enemy = PartsAsked(blob=ref.subject, host="enemy", url=url, access=access, have=bytes([1] * ref.parts))
+    with suppress(BusError):
+        await bus.request(parts_subject(bus, ref.origin), enemy, PartsFound, timeout_s=TIMEOUT_S)
+    assert await asyncio.wait_for(host().get(ref), TIMEOUT_S) == data
+
+
+async def test_readers_of_a_host_with_a_low_bound_go_on_reading_there(origin, host, monkeypatch):
+    monkeypatch.setattr(swarm, "PEER_S", 0.5)
+    monkeypatch.setattr(swarm, "SLOWEST_BYTES_PER_S", BLOCK / 20)
+    data = os.urandom(6 * BLOCK)
+    ref = await origin.put([data], "one", 1)
+    async with asyncio.timeout(TIMEOUT_S):
+        await host(bytes_per_s=2 * BLOCK).get(ref)
+        sent = origin.sent_bytes
+        assert await host().get(ref) == data
+    assert origin.sent_bytes == sent
 
 
 async def test_strangers_get_nothing_that_is_not_here_and_nothing_but_blobs(origin, host):
