@@ -29,6 +29,8 @@ RUN = "bench"
 RANDOM_BYTES = 64 << 20
 """Repeated where more are sent."""
 TIMEOUT_S = 300.0
+PACKAGES = [str(above) for above in (Path(__file__).parents[2], Path(__file__).parents[1])]
+"""Directories of the product's packages and, behind them, of `benchmarks`."""
 
 
 class Receiver:
@@ -43,7 +45,7 @@ class Receiver:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", __name__, *self._arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, *PACKAGES])},
         )  # fmt: skip
         await self._line()
 
