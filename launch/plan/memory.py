@@ -303,7 +303,8 @@ def learner_host(
 ) -> int:  # fmt: skip
     """Return the host memory of the learner's first host, whose rank 0 publishes.
 
-    Two sets of buffers take turns for publications (learner/publication/host_copy.py); of what each rank has
+    Two sets of buffers take turns for publications (learner/publication/host_copy.py), and what is written
+    beside them has a copy while the disk is slow (snapshot_writer.py); of what each rank has
     on its GPU a checkpoint makes a copy (learner/host_memory/state_copies.py); frozen policies lie on the
     host, and the current one beside them; so does what the optimizer offloads."""
     here = max(1, min(ranks, learner.world.processes))
@@ -314,7 +315,8 @@ def learner_host(
         each = FLOAT32 + moment_bytes(learner) + (FLOAT32 if learner.backend == "fsdp" else 0)
         offloaded = model.parameters * each * learner.optimizer.offload * here / ranks
     on_cpu = 0 if model.on_gpu else rank.total * here
-    return round(2 * published + saved + held + offloaded + on_cpu + PROCESS_BYTES * here)
+    beside = (learner.publication.snapshot_every > 1) + bool(learner.publication.keep_versions)
+    return round((2 + beside) * published + saved + held + offloaded + on_cpu + PROCESS_BYTES * here)
 
 
 def actor_host(published: int, *, embedded: bool) -> int:

@@ -286,6 +286,13 @@ def test_engines_have_the_rest_and_the_slower_side_is_waited_for(tmp_path: Path)
     assert found.requests == found.kv_tokens // 2048
     waiting = "engines" if found.step_s > found.generation_s else "learner"
     assert found.waits.startswith(f"the {waiting} wait")
+    publications = {"snapshot_every": 1}, {}, {"keep_versions": [1]}
+    whole, beside, kept = (
+        plan(run_of(SMALL, tmp_path, learner={"publication": one}), SMALL, asked(2)) for one in publications
+    )
+    weights = 2 * found.parameters  # what is written beside may need memory of its own
+    assert beside.learner_host - whole.learner_host == pytest.approx(weights, rel=0.01)
+    assert kept.learner_host - beside.learner_host == pytest.approx(weights, rel=0.01)
     embedded = plan(run_of(SMALL, tmp_path), SMALL, asked(2))
     assert (embedded.generation_s, embedded.requests) == (None, 0)
 
