@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Self
 
 import structlog
 
@@ -80,17 +79,6 @@ class LongLivedAgent:
         self._stop = asyncio.Event()
         self._programs: list[_Program] = []
         self._running: list[asyncio.Task[None]] = []
-
-    @classmethod
-    def from_config(
-        cls, config: AgentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
-    ) -> Self:
-        """Build; episodes get `finish_within_s` to end after a stop.
-
-        Raises `ConfigError` for a program that is not there, or that this host does not allow, and for
-        rewards that nobody posts."""
-        check_program(config)
-        return cls(config, scoring_of(config), finish_within_s)
 
     def stop_with(self, stop: asyncio.Event) -> None:
         """Offer no rollout after `stop`, and give back those that are played when their time is over."""
@@ -185,5 +173,7 @@ def agent_environment(
 ) -> AgentEnvironment | LongLivedAgent:
     """Build the environment of a program for each episode, or of a long-lived one. Raises `ConfigError` as
     `AgentEnvironment.from_config` does."""
-    kind = LongLivedAgent if config.long_lived else AgentEnvironment
-    return kind.from_config(config, finish_within_s=finish_within_s)
+    if not config.long_lived:
+        return AgentEnvironment.from_config(config, finish_within_s=finish_within_s)
+    check_program(config)
+    return LongLivedAgent(config, scoring_of(config), finish_within_s)

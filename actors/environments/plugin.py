@@ -1,13 +1,12 @@
 """Environments of the user's own: built with checked settings, and kept from ending the actor."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import TypeVar, cast
 
 import structlog
-from pydantic import BaseModel, ValidationError
 
 from actors.environments.base import Environment, HandsBackAtStop, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
@@ -19,7 +18,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import Closable
 from actors.settings.actors import PluginEnvironmentConfig
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
-from bus.process.plugins import load_function
+from bus.process.plugins import built_part
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -167,43 +166,16 @@ def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
 
     Raises `ConfigError` when it cannot be imported, its settings are wrong, or it is no environment.
     """
-    name = config.environment
-    factory: Callable[..., object] = load_function("environment", name, {})
-    arguments = _checked_settings(config, getattr(factory, "Settings", None))
-    try:
-        environment = factory(*arguments)
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"environment {name!r} cannot be built: {error!r}") from error
-    missing = [part for part in ("run", "trajectories_per_episode") if not hasattr(environment, part)]
-    if missing:
-        raise ConfigError(f"environment {name!r} has no {' and no '.join(missing)}: see docs/extending.md")
-    built = cast(Environment, environment)
+    name, parts = config.environment, ("run", "trajectories_per_episode")
+    built = cast(
+        Environment, built_part("environment", name, config.settings, parts, at="actors.environment.settings")
+    )
     if isinstance(built, ScoresGroups) and built.trajectories_per_episode is not None:
         raise ConfigError(
             f"environment {name!r} has score_group, and its episodes would be sent before their group is "
             "scored: set trajectories_per_episode = None"
         )
     return PluginEnvironment(name, built, timeout_s=config.rollout_timeout_s, lowest=config.lowest)
-
-
-def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) -> list[BaseModel]:
-    """Return the settings as the model that the class declares, or nothing if it declares none."""
-    if not (isinstance(declared, type) and issubclass(declared, BaseModel)):
-        if config.settings:
-            raise ConfigError(
-                f"environment {config.environment!r} takes no settings: declare them in a nested pydantic "
-                "class Settings, or leave out actors.environment.settings"
-            )
-        return []
-    try:
-        return [declared.model_validate(config.settings)]
-    except ValidationError as error:
-        problems = [
-            f"actors.environment.settings.{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-            for problem in error.errors()
-        ]
-        problems.append(f"Settings of {config.environment!r} are: {', '.join(declared.model_fields)}")
-        raise ConfigError("\n".join(problems)) from error
 
 
 def _is_episode(outcome: object) -> bool:

@@ -1,16 +1,13 @@
 """The tools that a configuration names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import cast
-
-from pydantic import BaseModel, ValidationError
 
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tools import (
     CalculatorConfig,
     McpConfig,
-    PluginToolConfig,
     PythonToolConfig,
     SearchConfig,
     ToolConfig,
@@ -21,7 +18,7 @@ from actors.tools.python import PythonTool
 from actors.tools.sandbox import Sandboxes
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
-from bus.process.plugins import load_function, refuse_of_record
+from bus.process.plugins import built_part, refuse_of_record
 
 PARTS = ("name", "description", "parameters", "call", "close")
 
@@ -51,7 +48,7 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
             return [SearchTool(config)]
         case McpConfig():
             return _mcp(config)
-    return [_plugin(config)]
+    return [cast(Tool, built_part("tool", config.tool, config.settings, PARTS))]
 
 
 def _mcp(config: McpConfig) -> Sequence[Tool]:
@@ -63,36 +60,3 @@ def _mcp(config: McpConfig) -> Sequence[Tool]:
     if config.command:
         refuse_of_record(f"MCP server {config.server!r}", *config.command, is_program=True)
     return McpServer(config).tools
-
-
-def _plugin(config: PluginToolConfig) -> Tool:
-    """Build a tool of the user's own. Raises ConfigError for one that cannot be built or is none."""
-    factory: Callable[..., object] = load_function("tool", config.tool, {})
-    try:
-        tool = factory(*_settings(config, getattr(factory, "Settings", None)))
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"tool {config.tool!r} cannot be built: {error!r}") from error
-    if missing := [part for part in PARTS if not hasattr(tool, part)]:
-        raise ConfigError(f"tool {config.tool!r} has no {' and no '.join(missing)}: see docs/extending.md")
-    return cast(Tool, tool)
-
-
-def _settings(config: PluginToolConfig, declared: type | None) -> list[BaseModel]:
-    """Return the settings as the model that the class declares, or nothing if it declares none."""
-    if not (isinstance(declared, type) and issubclass(declared, BaseModel)):
-        if config.settings:
-            raise ConfigError(
-                f"tool {config.tool!r} takes no settings: declare them in a nested pydantic class Settings, "
-                "or leave them out"
-            )
-        return []
-    try:
-        return [declared.model_validate(config.settings)]
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        there = ", ".join(declared.model_fields)
-        raise ConfigError(
-            f"tool {config.tool!r}, settings: {'; '.join(problems)}; there are: {there}"
-        ) from error

@@ -7,11 +7,13 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
 
 from bus.errors import ConfigError
 
@@ -109,6 +111,48 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
     if _policy.directories:
         _refuse_foreign(what, function)
     return cast(Callable[P, R], function)
+
+
+def built_part(
+    kind: str, name: str, settings: Mapping[str, Any], parts: Sequence[str], *, at: str = "settings"
+) -> object:
+    """Build a part of the user's own, such as a tool: the class `name`, with settings as its nested class
+    `Settings` declares them, which are called `at` where they are wrong.
+
+    Raises ConfigError, which names `kind`, as `load_function` does, for wrong settings, and for what cannot
+    be built or lacks one of `parts`."""
+    factory: Callable[..., object] = load_function(kind, name, {})
+    arguments = _declared(kind, name, settings, getattr(factory, "Settings", None), at)
+    try:
+        found = factory(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"{kind} {name!r} cannot be built: {error!r}") from error
+    if missing := [part for part in parts if not hasattr(found, part)]:
+        raise ConfigError(f"{kind} {name!r} has no {' and no '.join(missing)}: see docs/extending.md")
+    return found
+
+
+def _declared(
+    kind: str, name: str, settings: Mapping[str, Any], declared: type | None, at: str
+) -> list[BaseModel]:
+    """Return settings as the model that a class declares, or nothing if it declares none."""
+    if not (isinstance(declared, type) and issubclass(declared, BaseModel)):
+        if settings:
+            raise ConfigError(
+                f"{kind} {name!r} takes no settings: declare them in a nested pydantic class Settings, or "
+                f"leave out {at}"
+            )
+        return []
+    try:
+        return [declared.model_validate(settings)]
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, (at, *problem['loc'])))}: {problem['msg']}" for problem in error.errors()
+        ]
+        problems.append(f"Settings of {name!r} are: {', '.join(declared.model_fields)}")
+        raise ConfigError("\n".join(problems)) from error
 
 
 def _refuse_outside(what: str, module_name: str) -> None:

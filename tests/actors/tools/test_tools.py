@@ -197,7 +197,11 @@ async def test_a_tool_of_the_users_own_is_built_with_its_settings(monkeypatch):
     ("tool", "settings", "said"),
     [
         ("users_tools:Nothing", {}, "does not exist"),
-        ("users_tools:Dice", {"sides": "many"}, "sides: Input should be a valid integer.*; there are: sides"),
+        (
+            "users_tools:Dice",
+            {"sides": "many"},
+            "(?s)settings.sides: Input should be a valid.*Settings of 'users_tools:Dice' are: sides",
+        ),
         ("users_tools:decoded", {}, "cannot be built"),
         ("users_tools:dict", {}, "does not exist"),
         ("builtins:dict", {}, "has no name and no description"),
