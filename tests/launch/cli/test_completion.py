@@ -185,7 +185,7 @@ zpty -d shell
 def test_every_command_and_each_of_its_flags_are_in_the_script(script: str):
     for command in ("bench staleness", "doctor", "runs compare", "engines join", "gateway", "convert"):
         assert f"\n  ['{command}']='" in script
-    assert len(script) < 350_000  # seven commands take all settings of a run
+    assert len(script) < 400_000  # seven commands take all settings of a run
 
 
 def test_the_command_prints_the_script(script: str, capsys: pytest.CaptureFixture):
