@@ -28,8 +28,10 @@ def refuse_unusable_rewards(config: RewardConfig, poster: str) -> None:
         )
 
 
-class AgentTaskConfig(RewardConfig):
-    """What agents find in their tasks, in environments where the policy may read what its agent reads."""
+class AgentTaskConfig(EnvironmentSettings, RewardConfig):
+    """Environments whose agents ask the policy by HTTP, and may show it what they read in their tasks."""
+
+    finishes_after_stop: ClassVar[bool] = True
 
     shown_metadata: tuple[str, ...] = ()
     """Fields of a prompt's metadata that an agent which is not paid by itself finds in its task. It finds no
@@ -40,8 +42,21 @@ class AgentTaskConfig(RewardConfig):
     `None`: `unfinished_reward` where a program of one task failed and others ended well; else the episode is
     not trained."""
 
+    gateway: GatewayConfig = GatewayConfig()
+    """HTTP server by which the policy is asked."""
 
-class AgentConfig(EnvironmentSettings, AgentTaskConfig):
+    @property
+    def agents_gateway(self) -> GatewayConfig:
+        """Return the settings of the server by which its agents ask the policy."""
+        return self.gateway
+
+    @property
+    def opponents_named(self) -> tuple[str, ...]:
+        """Return the policies that may answer its agents' requests, beside the run's own."""
+        return self.gateway.policies_named
+
+
+class AgentConfig(AgentTaskConfig):
     """Environment in which a program asks the policy as it would ask a provider's servers: one for
     each episode, or a long-lived one that takes many tasks.
 
@@ -51,7 +66,6 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
 
     type: Literal["agent"] = "agent"
     built_by: ClassVar[str] = "actors.environments.long_lived_agent:agent_environment"
-    finishes_after_stop: ClassVar[bool] = True
 
     command: str
     """Command of the program, such as `python my_agent.py`. No shell reads it; a word `{python}` stands for
@@ -105,19 +119,6 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     most_output_bytes: int = Field(16 << 20, ge=1024)
     """Output of a program after which it is ended, and its episode fails; the log shows the end of it. It
     does not bound that of a long-lived one."""
-
-    gateway: GatewayConfig = GatewayConfig()
-    """HTTP server by which the policy is asked."""
-
-    @property
-    def agents_gateway(self) -> GatewayConfig:
-        """Return the settings of the server by which its agents ask the policy."""
-        return self.gateway
-
-    @property
-    def opponents_named(self) -> tuple[str, ...]:
-        """Return the policies that may answer its agents' requests, beside the run's own."""
-        return self.gateway.policies_named
 
     @property
     def arguments(self) -> list[str]:

@@ -5,11 +5,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from actors.settings.agents import AgentTaskConfig, refuse_unusable_rewards
-from actors.settings.environment import EnvironmentSettings
-from actors.settings.gateway import GatewayConfig
 
 
-class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
+class ClientsConfig(AgentTaskConfig):
     """Environment of `launch gateway`: clients take tasks, ask the policy, and say when they are done.
 
     The reward is computed from the policy's last answer, or it is named `posted`: then each client posts its
@@ -18,7 +16,6 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     type: Literal["clients"] = "clients"
     built_by: ClassVar[str] = "actors.environments.clients:ClientsEnvironment.from_config"
     takes_leases_on_demand: ClassVar[bool] = True
-    finishes_after_stop: ClassVar[bool] = True
 
     claim_timeout_s: float = Field(300.0, gt=0)
     """Longest time that a rollout waits for a client. A group of which none was taken goes back to the run;
@@ -34,19 +31,6 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     drain_timeout_s: float | None = Field(None, gt=0)
     """Time that running episodes get when the process is told to stop; then their groups go back to the
     run. `None` is `actors.interruption.finish_within_s`."""
-
-    gateway: GatewayConfig = GatewayConfig()
-    """HTTP server by which the policy is asked."""
-
-    @property
-    def agents_gateway(self) -> GatewayConfig:
-        """Return the settings of the server by which its agents ask the policy."""
-        return self.gateway
-
-    @property
-    def opponents_named(self) -> tuple[str, ...]:
-        """Return the policies that may answer its agents' requests, beside the run's own."""
-        return self.gateway.policies_named
 
     @model_validator(mode="after")
     def _rewards_are_given(self) -> Self:
