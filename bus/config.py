@@ -2,8 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer
 
 URL_VARIABLE = "SLUICE_BUS"
 """Environment variable with the URL of the bus for a process without --bus; others do not see it."""
@@ -20,6 +21,17 @@ level of segments that others follow, which a few common tokens are not worth.""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """Values as JSON has them, which a metadata field may hold."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
+
+
+def http_url(url: str) -> str:
+    """Return it. Raises ValueError for what is no URL of a server."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("is no URL: write it as http://host:port or https://host/path")
+    return url
+
+
+HttpUrl = Annotated[str, AfterValidator(http_url)]
+"""URL of a server, as it is written."""
 
 
 class Config(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bus.config import Config
+from bus.config import Config, HttpUrl
 from bus.errors import ConfigError
 from storage.model_files.families import families_with, family_named
 
@@ -153,7 +153,7 @@ class DisaggregationConfig(Config):
     decode: dict[str, SglangSetting] = Field(default_factory=dict)
     """Settings of the server for the tokens after prompts, in addition to `server`, which they override."""
 
-    prefill_url: str | None = None
+    prefill_url: HttpUrl | None = None
     """Running server for prompts to attach to; the engine's `url` is the one for the tokens after them."""
 
 
@@ -165,10 +165,10 @@ class SglangEngineConfig(EngineSettings):
     in_process: ClassVar[bool] = False
     left_free: ClassVar[int] = 2  # SGLang ends a generation before
 
-    url: str | None = None
+    url: HttpUrl | None = None
     """Running SGLang server to attach to, as http://host:port; without it the actor starts one."""
 
-    urls: tuple[str, ...] = ()
+    urls: tuple[HttpUrl, ...] = ()
     """Several running servers to attach to; the fleet has an engine for each. More join and leave with
     `launch engines`."""
 
@@ -273,8 +273,6 @@ class SglangEngineConfig(EngineSettings):
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:
         for url in self.attached:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"url={url!r} is no URL: write it as http://host:port")
             if self.server or self.environment or self.python:
                 raise ValueError(
                     f"url={url!r} attaches to a server that runs: leave out server, environment and python"
@@ -344,16 +342,11 @@ class SglangEngineConfig(EngineSettings):
                 f"url={self.url!r} with disaggregation.prefill_url={pair.prefill_url!r}: a pair that runs "
                 "already has both"
             )
-        if pair.prefill_url is not None:
-            if not pair.prefill_url.startswith(("http://", "https://")):
-                raise ValueError(
-                    f"disaggregation.prefill_url={pair.prefill_url!r} is no URL: write it as http://host:port"
-                )
-            if pair.prefill or pair.decode:
-                raise ValueError(
-                    f"disaggregation.prefill_url={pair.prefill_url!r} attaches to a server that runs: leave "
-                    "out disaggregation.prefill and disaggregation.decode"
-                )
+        if pair.prefill_url is not None and (pair.prefill or pair.decode):
+            raise ValueError(
+                f"disaggregation.prefill_url={pair.prefill_url!r} attaches to a server that runs: leave out "
+                "disaggregation.prefill and disaggregation.decode"
+            )
         return self
 
     @property

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from actors.settings.rewards import EndpointConfig
-from bus.config import Config
+from bus.config import Config, HttpUrl
 
 EvaluationEngine = Literal["own", "rollout", "none"]
 
@@ -13,7 +13,7 @@ EvaluationEngine = Literal["own", "rollout", "none"]
 class ChatEndpointConfig(EndpointConfig):
     """A model behind an OpenAI-compatible endpoint, which answers held-out prompts for comparison."""
 
-    url: str | None = None
+    url: HttpUrl | None = None
     """Base address of the endpoint, as https://host/v1; the path of its `protocol` is appended."""
 
     model: str = ""
@@ -64,7 +64,7 @@ class EvaluatorConfig(Config):
     """SGLang servers that the actor starts for held-out prompts alone, with the settings of `actors.engine`,
     on the GPUs after those of its other engines."""
 
-    urls: tuple[str, ...] = ()
+    urls: tuple[HttpUrl, ...] = ()
     """SGLang servers that run already, as http://host:port, for held-out prompts alone. They are given the
     weights of each version that is evaluated."""
 
@@ -87,10 +87,7 @@ class EvaluatorConfig(Config):
         return self.servers > 0 or bool(self.urls)
 
     @model_validator(mode="after")
-    def _urls_are_servers(self) -> Self:
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls has {url!r}, which is no URL: write it as http://host:port")
+    def _no_server_is_named_twice(self) -> Self:
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"urls={list(self.urls)} names a server twice: leave one out")
         if self.urls and self.servers:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from actors.settings.tools import SandboxConfig
-from bus.config import Config
+from bus.config import Config, HttpUrl
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -17,7 +17,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class EndpointConfig(Config):
     """How a reward asks a server over HTTP, and how often at most."""
 
-    url: str | None = None
+    url: HttpUrl | None = None
     """Address of the server, as http://host:port/path."""
 
     key_variable: str | None = None
@@ -40,12 +40,6 @@ class EndpointConfig(Config):
     max_calls: int | None = Field(None, ge=1)
     """Most requests that one actor process sends, repeated ones included. The run ends with an error when
     more are needed. `None` sets no bound."""
-
-    @model_validator(mode="after")
-    def _is_a_url(self) -> Self:
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r} is no URL: write it as http://host:port/path")
-        return self
 
 
 class RemoteRewardConfig(EndpointConfig):
@@ -78,7 +72,7 @@ SAMPLE_TEXT = "42"
 class JudgeConfig(EndpointConfig):
     """Settings of the reward `judge`: a language model behind an OpenAI-compatible endpoint."""
 
-    url: str | None = None
+    url: HttpUrl | None = None
     """Base address of the endpoint, as https://host/v1; `/chat/completions` is appended."""
 
     model: str = ""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from actors.settings.sandbox_tools import SandboxToolConfig
-from bus.config import Config
+from bus.config import Config, HttpUrl
 
 OF_TASK = "task:"
 """Beginning of a corpus that is a built-in task's."""
@@ -117,7 +117,7 @@ class McpConfig(Config):
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of that program, beside PATH and HOME."""
 
-    url: str | None = None
+    url: HttpUrl | None = None
     """Address of a server that runs already, as http://host:port/mcp (streamable HTTP)."""
 
     allowed: tuple[str, ...] = ()
@@ -137,8 +137,6 @@ class McpConfig(Config):
                 f"command={list(self.command)} with url={self.url!r}: name a program to start or an address, "
                 "one of the two"
             )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r} is no URL: write it as http://host:port/mcp")
         return self
 
     @property

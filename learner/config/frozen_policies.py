@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from bus.config import Config
+from bus.config import Config, HttpUrl
 from bus.errors import ConfigError
 
 
@@ -70,7 +70,7 @@ class TeacherConfig(Config):
     """Hugging Face directory of the teacher, a model of the same architecture and vocabulary. Without it
     and `url` there is none."""
 
-    url: str | None = None
+    url: HttpUrl | None = None
     """Address of an SGLang server of the teacher, as http://host:port, instead of `path`: any model with the
     policy's tokenizer, such as a larger one, which takes no memory of the learner. SGLang scores at
     temperature 1, so `sampling.temperature` must be 1."""
@@ -127,8 +127,6 @@ class TeacherConfig(Config):
                 f"path={self.path} and url={self.url} are two teachers: leave out one of them, or name the "
                 "other in learner.teachers"
             )
-        elif not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r} is no URL: write it as http://host:port")
         return self
 
     @model_validator(mode="after")

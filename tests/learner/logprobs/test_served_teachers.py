@@ -306,7 +306,7 @@ def test_sampling_from_another_distribution_is_refused_before_the_run(sampling, 
     ("settings", "complaint"),
     [
         ({"url": AWAY, "path": "x"}, "path=x and url=http.* are two teachers"),
-        ({"url": "host:30000"}, "url='host:30000' is no URL: write it as http://host:port"),
+        ({"url": "host:30000"}, "is no URL: write it as http://host:port"),
         ({"path": "x", "concurrency": 4}, "concurrency=4 has no effect without url"),
         ({"outage_s": 1.0}, "outage_s=1.0 has no effect without url"),
         ({"kl": "top_k", "top_k": 4}, "kl=top_k needs a teacher: set path or url"),
