@@ -12,7 +12,7 @@ from actors.engines.fleet.build import engine_builds, evaluation_engine, refuse_
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.gpu_plan import gpu_plan
-from actors.engines.sglang.client.client import SglangClient
+from actors.engines.sglang.client.client import facts_at
 from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.client.tensor_files import State
 from actors.engines.sglang.engine import SglangEngine
@@ -21,12 +21,9 @@ from actors.settings.engines import EngineConfig, SglangEngineConfig
 from actors.weights.follow import fetch_state
 from bus.errors import BusError, ConfigError, EngineError, StorageError
 from bus.messages import PolicyManifest
-from bus.waiting import bounded
 from storage.weights.blob_sources import BlobSource
 
 log = structlog.get_logger()
-LOOK_S = 20.0
-"""Time in which a server that runs answers."""
 LEFT_TOKENS = 16
 """Tokens of the shortest prompt that is worth an answer."""
 
@@ -129,15 +126,11 @@ async def check_weights(settings: SglangEngineConfig, model: Path, state: State,
 
 
 async def _facts(url: str) -> ServerFacts:
-    client = SglangClient.connect(url)
     try:
-        async with bounded(LOOK_S, f"{url} did not answer"):
-            return await client.facts()
+        return await facts_at(url)
     except EngineError as error:
         raise ConfigError(
             f"{url} cannot evaluate: {error}. Start SGLang there first, or leave it out of the settings; "
             "other servers take no weights, and may only answer for a model that stays as it is, as one of "
             "actors.evaluation.endpoints"
         ) from error
-    finally:
-        await client.close()

@@ -1,12 +1,13 @@
 """Child processes that do not outlive their parent."""
 
+import asyncio
 import ctypes
 import ctypes.util
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,32 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
     A user's own files of the same names, such as `launch.py`, are not taken for them, wherever they lie.
     """
     return sys.executable, "-P", RUN_MODULE, module, *arguments
+
+
+class Told(NamedTuple):
+    """What a process wrote, and the status that it ended with."""
+
+    answer: bytes
+    errors: str
+    status: int
+
+
+async def ask_child(
+    command: Sequence[str], asked: bytes = b"", *, limit_s: float, env: Mapping[str, str] | None = None
+) -> Told:
+    """Return what a process tells that is given `asked` on its standard input, and ends by itself.
+
+    Raises TimeoutError where it does not do so in time, and OSError where it cannot be started."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env=env)
+    try:
+        async with asyncio.timeout(limit_s):
+            answer, errors = await child.communicate(asked)
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    return Told(answer, errors.decode(errors="replace"), child.returncode or 0)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:

@@ -3,7 +3,6 @@
 It is the learner's own code that is asked, which loads torch: the process that supervises a run keeps none of
 it, and a model of any size or kind ends the question at most."""
 
-import asyncio
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bus.errors import ConfigError
-from bus.process.child_process import module_command
+from bus.process.child_process import ask_child, module_command
 from bus.process.host_limits import MemoryKills
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
@@ -34,30 +33,21 @@ async def refuse_models(configs: Sequence[RunConfig]) -> None:
     if not seen:
         return
     kills = MemoryKills()
-    child = await asyncio.create_subprocess_exec(
-        *module_command("launch.checks.model_check"),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    asked = json.dumps([config.model_dump_json() for config in seen]).encode()
     try:
-        async with asyncio.timeout(LIMIT_S):
-            asked = json.dumps([config.model_dump_json() for config in seen]).encode()
-            told, said = await child.communicate(asked)
+        told = await ask_child(module_command("launch.checks.model_check"), asked, limit_s=LIMIT_S)
     except TimeoutError as error:
         raise ConfigError(
             f"model.path={seen[0].model.path}: it could not be told within {LIMIT_S:g} s whether the learner "
             "trains this model: is its config.json right?"
         ) from error
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
     try:
-        problem = str(json.loads(told))
+        problem = str(json.loads(told.answer))
     except ValueError:
-        [last] = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        [last] = told.errors.strip().splitlines()[-1:] or ["it said nothing"]
         problem = (
             f"model.path={seen[0].model.path}: the process that looked at this model ended with "
-            f"{kills.ending(child.returncode or 0)} ({last}): look whether this host has memory left, and "
+            f"{kills.ending(told.status)} ({last}): look whether this host has memory left, and "
             "whether the files of the model are whole"
         )
     if problem:

@@ -22,8 +22,6 @@ from bus.errors import EngineError
 from bus.requests import Done, EngineChange
 
 log = structlog.get_logger()
-LOOK_S = 20.0
-"""A server that is to join answers in this time."""
 
 
 def attached_builds(
@@ -144,16 +142,9 @@ async def _look_at(url: str, config: SglangEngineConfig, model: Path, served: Se
     older weights of the model, cannot have these adapters or does not say what engines with these settings
     are asked."""
     from actors.engines.sglang.adapters import refuse_unfit
-    from actors.engines.sglang.client.client import SglangClient
+    from actors.engines.sglang.client.client import facts_at
 
-    client = SglangClient.connect(url)
-    try:
-        async with asyncio.timeout(LOOK_S):
-            facts = await client.facts()
-    except TimeoutError as error:
-        raise EngineError(f"{url} did not answer within {LOOK_S:g} s") from error
-    finally:
-        await client.close()
+    facts = await facts_at(url)
     facts.refuse_model(json.loads((model / "config.json").read_text()), url)
     facts.refuse_silence(config, url, of_experts=config.routed_experts)
     if served is not None:

@@ -20,6 +20,7 @@ from actors.rewards.endpoint import TransientError
 from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig
 from bus.errors import TRACEBACK_CHARACTERS, ConfigError, with_traceback
+from bus.process.child_process import ask_child
 
 log = structlog.get_logger()
 LOADING_S = 300.0
@@ -101,27 +102,16 @@ def _with_traceback(error: BaseException) -> str:
 
 async def _told_by_another_process(call: SampleCall) -> str:
     """Return what `failure` tells in a process of its own, or how that ended."""
-    asked = pickle.dumps(call)
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CHILD, *sys.path,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
     calls = 3 if call.config.group_reward is not None else 2
     limit_s = LOADING_S + calls * call.config.reward_timeout_s
     try:
-        async with asyncio.timeout(limit_s):
-            told, said = await child.communicate(asked)
+        told = await ask_child((sys.executable, "-c", CHILD, *sys.path), pickle.dumps(call), limit_s=limit_s)
     except TimeoutError:
         return f"its process did not end within {limit_s:g} s"
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
     try:
-        return str(json.loads(told))
+        return str(json.loads(told.answer))
     except ValueError:
-        wrote = said.decode(errors="replace")[-TRACEBACK_CHARACTERS:]
-        return f"its process ended with status {child.returncode}: {wrote}"
+        return f"its process ended with status {told.status}: {told.errors[-TRACEBACK_CHARACTERS:]}"
 
 
 def main() -> None:

@@ -56,6 +56,8 @@ class TooSlowError(EngineError):
 
 IDLE_AGAIN_S = 0.05
 """Time until a server is asked again whether it is idle."""
+LOOK_S = 20.0
+"""Time in which a server that runs tells what it is."""
 SHORT_S = 30.0
 """Time limit of requests that a working server answers at once."""
 KEPT_S = 0.5
@@ -420,6 +422,16 @@ class SglangClient:
             raise UnreachableError(
                 f"no answer from an SGLang server at {self.url}{path}: {reason}"
             ) from error
+
+
+async def facts_at(url: str) -> ServerFacts:
+    """Return what the server is and can do that runs there. Raises EngineError without its answer."""
+    client = SglangClient.connect(url)
+    try:
+        async with bounded(LOOK_S, f"{url} did not answer"):
+            return await client.facts()
+    finally:
+        await client.close()
 
 
 def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:

@@ -1,8 +1,6 @@
 """Whether a server of SGLang that is to compute as the learner does has the learner's kernels."""
 
-import asyncio
 import json
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from actors.engines.sglang.server.settings import interpreter, server_environmen
 from actors.settings.engines import EngineConfig
 from bus.errors import ConfigError
 from bus.process import kernel_versions
+from bus.process.child_process import ask_child
 from bus.process.kernel_versions import differences
 
 ASK_S = 60.0
@@ -35,24 +34,14 @@ async def learners_kernels(engine: EngineConfig, learner: Mapping[str, str]) -> 
 
 
 async def _versions(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    file = Path(kernel_versions.__file__)
+    command = str(python), kernel_versions.__file__
     try:
-        process = await asyncio.create_subprocess_exec(
-            str(python), str(file),
-            stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=dict(environment),
-        )  # fmt: skip
-    except OSError as error:
-        raise ConfigError(f"cannot execute {python}: {error.strerror}") from error
-    try:
-        async with asyncio.timeout(ASK_S):
-            said, errors = await process.communicate()
+        told = await ask_child(command, limit_s=ASK_S, env=environment)
     except TimeoutError:
         raise ConfigError(f"{python} did not tell its packages within {ASK_S:g} s: does it start?") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        last = errors.decode(errors="replace").strip()[-300:]
-        raise ConfigError(f"{python} ended with status {process.returncode} and cannot run SGLang: {last}")
-    return dict(json.loads(said))
+    except OSError as error:
+        raise ConfigError(f"cannot execute {python}: {error.strerror}") from error
+    if told.status:
+        last = told.errors.strip()[-300:]
+        raise ConfigError(f"{python} ended with status {told.status} and cannot run SGLang: {last}")
+    return dict(json.loads(told.answer))
