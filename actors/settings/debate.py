@@ -4,21 +4,18 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.settings.environment import EnvironmentSettings
-from actors.settings.panel import refuse_template
-from actors.settings.rewards import RewardConfig
+from actors.settings.panel import SeveralAgentsConfig, refuse_template
 
 VOTE, SELF = "vote", "self"
 """Judges that are no opponents: the rule, and the policy itself."""
 
 
-class DebateConfig(EnvironmentSettings, RewardConfig):
+class DebateConfig(SeveralAgentsConfig):
     """Environment in which several agents of one policy answer a task, see each other's answers and answer
     again, round after round, until a judge decides (arXiv:2305.14325)."""
 
     type: Literal["debate"] = "debate"
     built_by: ClassVar[str] = "actors.environments.debate:Debate.from_config"
-    shows_tools: ClassVar[bool] = False
 
     debaters: int = Field(3, ge=2, le=26)
     """Number of agents that debate."""
@@ -63,12 +60,4 @@ class DebateConfig(EnvironmentSettings, RewardConfig):
     def _prompts_name_what_there_is(self) -> Self:
         refuse_template("reply_prompt", self.reply_prompt, allowed=frozenset({"answers"}))
         refuse_template("judge_prompt", self.judge_prompt, allowed=frozenset({"answers", "prompt"}))
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_are_of_single_answers(self) -> Self:
-        if self.group_reward is not None:
-            raise ValueError(
-                "group_reward is not for type=debate, whose agents have rewards of their own: leave it out"
-            )
         return self

@@ -12,13 +12,27 @@ DRAFTS = "{prompt} drafts {answers}"
 CHOICES = "{prompt} which {answers}"
 
 
-class PanelConfig(EnvironmentSettings, RewardConfig):
+class SeveralAgentsConfig(EnvironmentSettings, RewardConfig):
+    """Environments whose agents answer a task together, and have rewards of their own."""
+
+    shows_tools: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _rewards_are_of_single_answers(self) -> Self:
+        if self.group_reward is not None:
+            raise ValueError(
+                f"group_reward is not for type={self.type}, whose agents have rewards of their own: leave it "
+                "out"
+            )
+        return self
+
+
+class PanelConfig(SeveralAgentsConfig):
     """Environment in which several agents of one policy answer a task together: solvers each draft an answer,
     rewriters see all drafts and each write a better one, and a selector chooses among those."""
 
     type: Literal["panel"] = "panel"
     built_by: ClassVar[str] = "actors.environments.panel:Panel.from_config"
-    shows_tools: ClassVar[bool] = False
 
     solvers: int = Field(3, ge=1, le=26)
     """Number of drafts."""
@@ -53,14 +67,6 @@ class PanelConfig(EnvironmentSettings, RewardConfig):
     def _prompts_name_what_there_is(self) -> Self:
         for name in ("rewriter_prompt", "selector_prompt"):
             refuse_template(name, getattr(self, name), allowed=frozenset({"answers", "prompt"}))
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_are_of_single_answers(self) -> Self:
-        if self.group_reward is not None:
-            raise ValueError(
-                "group_reward is not for type=panel, whose agents have rewards of their own: leave it out"
-            )
         return self
 
 
