@@ -37,6 +37,8 @@ WAITING_REMEDY = "remove it: the learner writes it anew while it waits"
 ENDING_REMEDY = "remove it: it only says how the latest launch ended"
 NOT_COMPARED = ("run", "directory", "bus", "monitoring")
 """Settings that say where a run is, not what it is."""
+GONE_OF_WEIGHTS = ("site", "via", "keep", "directory", "timeout_s")
+"""Settings `actors.weights` of earlier builds: they said how weights travel, not what is trained."""
 
 
 class Start(BaseModel):
@@ -331,6 +333,9 @@ def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     if not found:
         raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")
     recorded = config_file(found[0])
+    weights = recorded.get("actors", {}).get("weights", {}) if config is None else {}
+    for name in GONE_OF_WEIGHTS:
+        weights.pop(name, None)
     try:
         return resolve(recorded, {"run": run.name})
     except ConfigError as error:

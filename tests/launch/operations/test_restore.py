@@ -1,5 +1,6 @@
 """`launch restore`: what retention put into the archive comes back into the run's replay."""
 
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -81,3 +82,13 @@ def test_the_learners_own_settings_are_preferred_to_the_runs(tmp_path: Path):
     run.learner_config.write_text('{"gone": 1}')
     with pytest.raises(ConfigError, match=f"{run.learner_config} has settings that .* unknown key gone"):
         recorded_config(run)
+
+
+def test_settings_of_earlier_builds_that_say_nothing_of_training_are_left_out(tmp_path: Path):
+    run = RunDirectory(tmp_path, "plain")
+    recorded = RunConfig(seed=2).model_dump(mode="json")
+    recorded["actors"]["weights"] |= dict.fromkeys(("site", "via", "keep", "directory", "timeout_s"))
+    run.learner_config.write_text(json.dumps(recorded))
+    assert recorded_config(run).seed == 2
+    with pytest.raises(ConfigError, match=r"unknown key actors\.weights\.site"):
+        recorded_config(run, run.learner_config)
