@@ -139,7 +139,9 @@ def _packed(arguments: Sequence[str]) -> tuple[list[str], bytes]:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for number, word in enumerate(arguments):
             path = Path(word)
-            is_ours = not path.is_absolute() and path.is_file()
+            # the first word may be this host's Python, which lies below its directory in a checkout
+            is_below = not path.is_absolute() or (number > 0 and path.is_relative_to(Path.cwd()))
+            is_ours = is_below and path.is_file()
             if is_ours:
                 archive.add(path.resolve(), f"{number}/{path.name}")
             words.append(f"{PLACE}/{number}/{path.name}" if is_ours else word)

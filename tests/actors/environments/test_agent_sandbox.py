@@ -91,7 +91,7 @@ def settings(backend, tmp_path, monkeypatch):
     return {"sandbox": sandbox, "reward": "posted", "verifier": judge, "isolation": readable}, backend[1]
 
 
-async def test_a_program_in_a_sandbox_reaches_the_gateway_alone_and_leaves_nothing(settings):
+async def test_a_program_in_a_sandbox_reaches_the_gateway_alone_and_leaves_nothing(settings, tmp_path):
     given, python = settings
     policy = Policy(ScriptedEngine(script(lambda _: "fine")), TOKENIZER, Sampling(max_new_tokens=64))
     with socket.create_server(("127.0.0.1", 0)) as bus:
@@ -108,7 +108,8 @@ async def test_a_program_in_a_sandbox_reaches_the_gateway_alone_and_leaves_nothi
             async with environment_of(command=f"{command} ends 7812", **checked) as environment:
                 [trajectory] = (await environment.run(TASK, policy)).trajectories
             assert trajectory.reward == reward
-        hanging = {**given, "command": f"{command} hangs -", "program_timeout_s": 1.5}
+        whole = command.replace("agent.py", f"{tmp_path}/agent.py")
+        hanging = {**given, "command": f"{whole} hangs -", "program_timeout_s": 1.5}
         async with environment_of(**hanging) as environment:
             with pytest.raises(EpisodeError, match=r"it ran for 1\.5 s"):
                 await environment.run(TASK, policy)
