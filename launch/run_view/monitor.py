@@ -19,7 +19,7 @@ from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
 from bus.streams.stream_reader import StreamPosition, StreamReader
 from bus.waiting import set_within
-from launch.run_view.history import History, event_record
+from launch.run_view.history import History, event_record, is_step, is_warmup
 from launch.run_view.status_texts import further_policies, recent_ends
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
@@ -168,12 +168,11 @@ class RunMonitor:
 
     def on_event(self, event: Metrics | EvaluationResult, time_s: float) -> None:
         """Add to the history a step or an evaluation, which the bus got at `time_s`."""
-        if isinstance(event, Metrics):
-            self.newest_step_s = time_s
         latest = integer(self.values("learner"), "policy_version")
-        self.history.add(
-            event_record(event, trains_from=self.trains_from, time_s=time_s, learner_version=latest)
-        )
+        record = event_record(event, trains_from=self.trains_from, time_s=time_s, learner_version=latest)
+        if is_step(record) or is_warmup(record):  # and no figures of storage or of a shadow learner
+            self.newest_step_s = time_s
+        self.history.add(record)
 
     def on_answer(self, answered: bool) -> None:
         """Note whether the bus answered just now."""

@@ -53,8 +53,10 @@ def read_header(file: int) -> bytes:
 def take_parts(directory: Path, ref: BlobRef, header: bytes, data: memoryview) -> set[int]:
     """Fill in parts of the weights `ref`, which begin with `header`, from the files of the directory.
 
-    Returns those that are in `data` then and have their digests. Raises `StorageError` for files that are no
-    safetensors, `OSError` for such as cannot be read."""
+    Returns those that are in `data` then and have their digests. Raises `StorageError` where there is no
+    directory and for files that are no safetensors, `OSError` for such as cannot be read."""
+    if not directory.is_dir():
+        raise StorageError(f"there is no directory {directory} on this host")
     with ExitStack() as opened:
         source = _Source(directory, header, opened)
         if not source.same:

@@ -47,6 +47,15 @@ def test_a_process_is_silent_after_five_seconds_and_an_actor_is_forgotten_after_
     assert [p.status.source for p in monitor.shown()] == ["learner"]
 
 
+def test_the_newest_step_is_one_of_the_learner_and_no_figures_of_storage():
+    monitor, _ = make_monitor()
+    monitor.on_event(metrics(1), 10.0)
+    monitor.on_event(Metrics(source="storage", step=2, time_s=0.0, values={"sources/a": 1}), 20.0)
+    assert monitor.newest_step_s == 10.0
+    monitor.on_event(metrics(2, stage="warmup"), 30.0)
+    assert monitor.newest_step_s == 30.0
+
+
 def test_process_that_speaks_seldom_is_silent_after_two_and_a_half_of_its_periods():
     monitor, clock = make_monitor()
     monitor.on_status(replace(actor(), next_s=10.0))

@@ -191,8 +191,11 @@ async def test_a_directory_of_another_model_or_a_torn_one_costs_nothing(origin, 
     torn = written(tmp_path / "torn", {"1.safetensors": "ab"}, **weights())
     (torn / "2.safetensors").write_bytes(b"\xff" * 20)
     async with asyncio.timeout(TIMEOUT_S):
-        for directory in (others, torn, tmp_path / "none"):
-            assert bytes(await host(model=directory, serve=False).get(ref)) == b"".join(content)
+        with capture_logs() as logs:
+            for directory in (others, torn, tmp_path / "none"):
+                assert bytes(await host(model=directory, serve=False).get(ref)) == b"".join(content)
+    unused = [entry["directory"] for entry in logs if entry["event"] == "model_directory_not_used"]
+    assert unused == [str(torn), str(tmp_path / "none")]
 
 
 @pytest.mark.parametrize(
