@@ -11,9 +11,11 @@ from actors.episode_sandboxes.base import EpisodeSandbox, SandboxBackend
 from actors.episode_sandboxes.host_budget import HostBudget
 from actors.episodes.errors import ToolError
 from actors.settings.episode_sandboxes import HostSandboxes, SandboxLimits
-from bus.waiting import cancelled
+from bus.waiting import cancelled, retrieve_exception
 
 log = structlog.get_logger()
+END_TIMEOUT_S = 10.0
+"""Longest time for which the end of an actor waits for that of its sandboxes."""
 
 
 class SandboxPool:
@@ -26,6 +28,7 @@ class SandboxPool:
         self._places = asyncio.Semaphore(at_once)
         self._ready: deque[EpisodeSandbox] = deque()
         self._filling: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     @asynccontextmanager
@@ -43,7 +46,7 @@ class SandboxPool:
             try:
                 yield sandbox
             finally:
-                await sandbox.close()
+                await self._ended(sandbox)
 
     @asynccontextmanager
     async def further(self, image: str | None) -> AsyncIterator[EpisodeSandbox]:
@@ -52,7 +55,7 @@ class SandboxPool:
         try:
             yield sandbox
         finally:
-            await sandbox.close()
+            await self._ended(sandbox)
 
     async def close(self) -> None:
         """End the sandboxes that wait, and the back end."""
@@ -61,6 +64,8 @@ class SandboxPool:
             await cancelled(self._filling)
         while self._ready:
             await self._ready.popleft().close()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_TIMEOUT_S)
         await self._backend.close()
         self._budget.close()
 
@@ -68,6 +73,14 @@ class SandboxPool:
         async with AsyncExitStack() as room:
             await room.enter_async_context(self._budget.room(limits))
             return EpisodeSandbox(await self._backend.start(image, limits), room.pop_all())
+
+    async def _ended(self, sandbox: EpisodeSandbox) -> None:
+        """End a sandbox to the end, also for a caller that is cancelled meanwhile."""
+        ending = asyncio.create_task(sandbox.close(), name="end of a sandbox")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        ending.add_done_callback(retrieve_exception)
+        await asyncio.shield(ending)
 
     def _fill(self) -> None:
         if self._config.warm and not self._is_closed and (self._filling is None or self._filling.done()):

@@ -62,6 +62,36 @@ async def test_an_actor_has_so_many_sandboxes_at_a_time_and_some_ahead():
     assert backend.running == []
 
 
+async def test_a_sandbox_is_ended_also_where_its_caller_does_not_wait_for_a_slow_end():
+    backend = Counted(NamespaceBackend.from_config(NamespaceSandboxes()))
+    pool = SandboxPool(backend, HostSandboxes(), at_once=1)
+    has_begun, ends, goes_on = (asyncio.Event() for _ in range(3))
+
+    async def episode():
+        async with pool.sandbox() as sandbox:
+            end = sandbox.running.close
+
+            async def slowly():
+                ends.set()
+                await goes_on.wait()
+                await end()
+
+            sandbox.running.close = slowly
+            has_begun.set()
+            await asyncio.sleep(600)
+
+    playing = asyncio.create_task(episode())
+    async with asyncio.timeout(60):
+        await has_begun.wait()
+        for _ in range(2):  # as `bus.waiting.cancelled` does after a second
+            playing.cancel()
+            await ends.wait()
+        await asyncio.wait([playing])
+        goes_on.set()
+        await pool.close()
+    assert backend.running == []
+
+
 HOLD = """
 import asyncio
 from actors.episode_sandboxes.host_budget import HostBudget
