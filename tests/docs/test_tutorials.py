@@ -23,8 +23,8 @@ FEW_STEPS = (
     "--admission.max-staleness", "1", "--evaluation.every-versions", "0",
 )  # fmt: skip
 """Settings that a whole run gets instead of the tutorial's number of steps."""
-NOT_RUN = {"dashboard", "doctor"}
-"""Commands that serve until they are stopped, or look at the GPUs of a host."""
+NOT_RUN = {"dashboard", "doctor", "try"}
+"""Commands that serve until they are stopped, look at the GPUs of a host, or want an earlier run's model."""
 
 
 def console(page: str) -> Iterator[str]:
@@ -41,8 +41,9 @@ def launches(page: str) -> list[list[str]]:
 
 def with_few_steps(words: list[str]) -> list[str]:
     """The arguments of a run, with two steps of few prompts."""
-    steps = words.index("--learner.steps")
-    return [*words[:steps], *words[steps + 2 :], *FEW_STEPS]
+    given = dict(zip(FEW_STEPS[::2], FEW_STEPS[1::2], strict=True))
+    repeated = {n + i for n, word in enumerate(words) if word in given for i in range(2)}
+    return [*(word for n, word in enumerate(words) if n not in repeated), *FEW_STEPS]
 
 
 @pytest.fixture
