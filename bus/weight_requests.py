@@ -6,6 +6,11 @@ from typing import Literal
 from bus.codec import Message
 from bus.errors import SchemaError
 
+MOST_PARTS = 512
+"""Parts of a blob: the digests of all travel in each announcement, 16 bytes each."""
+MOST_TEXT = 16 << 10
+"""Characters of a host's name and of what leads to its server, which the learner keeps for a while."""
+
 # --- actors ask the learner's server of weights ---
 
 
@@ -54,6 +59,16 @@ class PartsAsked(Message, tag="parts_asked"):
     """A byte for each part: 0 for one it lacks, 1 for one it has, 2 for one that it is fetching."""
     failed: tuple[PartFailed, ...] = ()
     """What failed since it asked last."""
+
+    def check(self) -> None:
+        """Raise `SchemaError` for what no host says, which the learner would have to keep."""
+        lead = (self.access.token, self.access.certificate) if self.access is not None else ()
+        text = sum(map(len, (self.blob, self.host, self.url, *lead)))
+        if len(self.have) > MOST_PARTS or len(self.failed) > MOST_PARTS or text > MOST_TEXT:
+            raise SchemaError(
+                f"a host says at most {MOST_PARTS} parts, as many failures and {MOST_TEXT} characters, not "
+                f"{len(self.have)}, {len(self.failed)} and {text}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

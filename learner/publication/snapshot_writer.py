@@ -88,8 +88,8 @@ class SnapshotWriter:
             if not task.done():
                 await asyncio.to_thread(held.release, self._threads)
                 continue
-            del self._begun[task]
-            task.result()
+            if self._begun.pop(task, None) is not None:  # who waits elsewhere may have raised it meanwhile
+                task.result()
 
     def figures(self) -> dict[str, float]:
         """Return the seconds that snapshots took which were finished since this was called last, if any."""

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import xxhash
 
 from bus.messages import PART_DIGEST_BYTES, BlobRef
+from bus.weight_requests import MOST_PARTS
 from storage.disk.atomic_files import Content, Data
 
 BLOCK_BYTES = 8 << 20
-MOST_PARTS = 512
-"""The digests of all parts travel in each announcement, 16 bytes each."""
 
 
 class BlockDigests:

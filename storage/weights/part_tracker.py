@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from bus.errors import BusError
 from bus.weight_requests import BlobAccess, PartsAsked, PartSource
 
 log = structlog.get_logger()
@@ -28,6 +29,8 @@ AVOIDED_S = 60.0
 """Seconds for which a server is avoided after it failed."""
 ORIGIN_AVOIDED_S = 1.0
 """The same of the learner's own server."""
+MOST_HOSTS = 20_000
+"""Hosts that are known of all blobs together, so that no flood of names fills the learner's memory."""
 ACCUSERS = 2
 """Hosts for which a server has to fail before no host is sent there any more."""
 LACKED, HAD, FETCHED = range(3)
@@ -63,7 +66,9 @@ class PartTracker:
         """Hosts for which a server failed, and until when that counts."""
 
     def sources(self, asked: PartsAsked) -> tuple[PartSource, ...]:
-        """Take note of what a host says, and return where it gets parts that it lacks, a few at a time."""
+        """Take note of what a host says, and return where it gets parts that it lacks, a few at a time.
+
+        Raises `BusError` when there are too many hosts."""
         now = self._clock()
         self._forget(now)
         host = self._noted(asked, now)
@@ -99,11 +104,17 @@ class PartTracker:
         known = self._hosts[asked.blob, len(asked.have)]
         host = known.get(asked.host)
         if host is None:
+            if sum(map(len, self._hosts.values())) >= MOST_HOSTS:
+                raise BusError(f"{MOST_HOSTS} hosts ask for weights already: ask again in {SERVED_S:g} s")
             place = _place(asked.url)
             host = known[asked.host] = _Host(asked.url, asked.access, place, asked.have, now)
         host.have, host.heard_s = asked.have, now
         host.fetches = {part: told for part, told in host.fetches.items() if asked.have[part] == FETCHED}
+        served = {ORIGIN, *(one.url for one in known.values())}
+        host.avoids = {url: until for url, until in host.avoids.items() if until > now}
         for failed in asked.failed:
+            if failed.url not in served:  # no host was sent there lately
+                continue
             host.avoids[failed.url] = now + (AVOIDED_S if failed.url else ORIGIN_AVOIDED_S)
             if failed.url:
                 log.warning(

@@ -2,7 +2,9 @@
 
 import pytest
 
-from bus.weight_requests import PartFailed, PartsAsked
+from bus.codec import decode, encode
+from bus.errors import BusError, SchemaError
+from bus.weight_requests import BlobAccess, PartFailed, PartsAsked
 from storage.weights import part_tracker
 from storage.weights.part_tracker import ORIGIN, PartTracker
 
@@ -15,12 +17,12 @@ class Run:
 
     def __init__(self):
         self.now_s = 0.0
-        self._tracker = PartTracker(lambda: self.now_s)
+        self.tracker = PartTracker(lambda: self.now_s)
 
     def ask(self, host, have, *failed):
         """Where the host is told to get each part."""
         asked = PartsAsked(blob="b", host=host, url=host, have=bytes(have), failed=failed)
-        return {source.part: source.url for source in self._tracker.sources(asked)}
+        return {source.part: source.url for source in self.tracker.sources(asked)}
 
 
 @pytest.fixture
@@ -80,3 +82,32 @@ def test_a_host_that_was_not_heard_for_long_is_nobodys_source(run):
     run.ask(HERE + "1", [1, 1, 1])
     run.now_s = part_tracker.SERVED_S + 1
     assert run.ask(HERE + "2", [0, 1, 1]) == {0: ORIGIN}
+
+
+def test_a_flood_of_names_and_of_accusations_fills_no_memory(run, monkeypatch):
+    monkeypatch.setattr(part_tracker, "MOST_HOSTS", 2)
+    run.ask(HERE + "1", [0])
+    run.ask(HERE + "2", [0])
+    with pytest.raises(BusError, match="2 hosts ask for weights already"):
+        run.ask(HERE + "3", [0])
+    run.now_s = part_tracker.SERVED_S + 1
+    lies = [PartFailed(part=0, url=f"{THERE}{n}", is_damaged=True) for n in range(9)]
+    assert run.ask(HERE + "3", [0], *lies) == {0: ORIGIN}
+    assert not run.tracker._accusers
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"have": bytes(513)},
+        {"host": "h" * (16 << 10)},
+        {"access": BlobAccess(token="t", certificate="c" * (16 << 10))},
+    ],
+)
+def test_what_no_host_says_is_refused_before_anything_is_kept(said):
+    usual = {"blob": "b", "host": "h", "url": "http://10.0.0.1:1", "have": bytes(512)}
+    decode(encode(PartsAsked(**usual)), PartsAsked)
+    with pytest.raises(
+        SchemaError, match="a host says at most 512 parts, as many failures and 16384 characters"
+    ):
+        decode(encode(PartsAsked(**usual | said)), PartsAsked)
