@@ -1,7 +1,7 @@
 """Settings of episodes' sandboxes: where they run, and what they may use. Loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -76,6 +76,9 @@ class PoolConfig(HostSandboxes):
 class NamespaceSandboxes(Config):
     """Sandboxes in namespaces of the actor's host: its programs read-only, without its data and network."""
 
+    uses_host: ClassVar[bool] = True
+    """Whether sandboxes take memory and disk of the actor's host."""
+
     type: Literal["namespaces"] = "namespaces"
     """Name of the back end."""
 
@@ -85,6 +88,9 @@ class NamespaceSandboxes(Config):
 
 class ContainerSandboxes(Config):
     """Sandboxes in containers of Docker or Podman on the actor's host, without network."""
+
+    uses_host: ClassVar[bool] = True
+    """Whether sandboxes take memory and disk of the actor's host."""
 
     type: Literal["docker"] = "docker"
     """Name of the back end."""
@@ -111,6 +117,9 @@ class ContainerSandboxes(Config):
 class RemoteSandboxes(Config):
     """Sandboxes on other hosts, behind a server (`actors/episode_sandboxes/http_contract.py`)."""
 
+    uses_host: ClassVar[bool] = False
+    """Whether sandboxes take memory and disk of the actor's host."""
+
     type: Literal["http"] = "http"
     """Name of the back end."""
 
@@ -130,6 +139,9 @@ class RemoteSandboxes(Config):
 class KubernetesSandboxes(Config):
     """Sandboxes in pods of Kubernetes 1.30 or later, one in each, without network where the cluster's network
     plug-in heeds policies."""
+
+    uses_host: ClassVar[bool] = False
+    """Whether sandboxes take memory and disk of the actor's host."""
 
     type: Literal["kubernetes"] = "kubernetes"
     """Name of the back end."""

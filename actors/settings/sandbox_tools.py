@@ -47,7 +47,7 @@ class SandboxToolConfig(PoolConfig):
 
     @model_validator(mode="after")
     def _host_has_them(self) -> Self:
-        if self.backend.type in ("http", "kubernetes") and self.host_budget != HostBudgetConfig():
+        if not self.backend.uses_host and self.host_budget != HostBudgetConfig():
             raise ValueError(
                 "`host_budget` bounds sandboxes of this host: leave it out, or set it where their server runs"
             )
