@@ -1,7 +1,13 @@
 """Tells what an actor costs: rollouts through the bus, the recording and the engine, over the bare SGLang
 server.
 
-Both do the same requests, all at once, in turns in one run; log-probs are compared with transformers'."""
+Both do the same requests, all at once, in turns in one run; log-probs are compared with transformers'.
+
+The figures of docs/performance.md on an H200:
+
+    launch bench actors --server-only --model qwen3-0.6b --concurrency 256 --new-tokens 512 --rounds 3 \\
+        --actors.engine.server.mem-fraction-static 0.8 --json
+"""
 
 import asyncio
 import tempfile

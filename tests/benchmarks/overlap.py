@@ -4,7 +4,19 @@ each.
 Bus, storage, learner and actors are the processes of `launch local`. Only storage is started again, with
 another bound on staleness, when the mode changes; so engine and learner stay warm, and both modes have the
 same weights, lengths and machine. The steps after a change do not count. Whatever ends the bench early, what
-was measured by then is reported."""
+was measured by then is reported.
+
+The figures of docs/performance.md on two H200s, one for the learner and one for SGLang:
+
+    launch bench overlap --model qwen3-0.6b --limit-s 450 --learner-device 0 --engine-device 1 --steps 10 \\
+        --rounds 1 --prompt-tokens 768 --admission.groups-per-step 32 --admission.samples-per-prompt 8 \\
+        --admission.max-staleness 4 --actors.environment.lengths.median 80 \\
+        --actors.environment.lengths.longest 1024 --actors.engine.type sglang \\
+        --actors.fleet.requests-per-engine 256 --actors.engine.server.max-running-requests 256 \\
+        --actors.engine.server.mem-fraction-static 0.8 --learner.reference.kl-coef 0.001 \\
+        --learner.batch.tokens-per-micro-batch 32768 --learner.publication.transport.type files \\
+        --learner.publication.transport.directory /dev/shm/w --json
+"""
 
 import asyncio
 import json
