@@ -1,15 +1,16 @@
 """IFBench's instructions about words and sentences (arXiv:2507.02833), with the arguments of its data.
 
-Each is a function from a text to whether it follows. Two are left out, since what they need does not come
-with Sluice or a package: a tagger of parts of speech for `words:start_verb`, and NLTK's list for
-`ratio:stop_words`."""
+Each is a function from a text to whether it follows."""
 
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib import import_module
-from itertools import groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
+from types import ModuleType
+from typing import Protocol
 
 from actors.rewards.instructions.words import split_sentences
 
@@ -25,6 +26,18 @@ PRONOUNS = frozenset(_WORD.findall(
     "her hers herself it its itself they them their theirs themselves"
 ))  # fmt: skip
 CONJUNCTIONS = frozenset(("and", "but", "for", "nor", "or", "so", "yet"))
+# NLTK's list for English, which is Snowball's with additions, but for words with an apostrophe: a word is a
+# run of letters and digits here.
+STOP_WORDS = frozenset(_WORD.findall(
+    "a about above after again against ain all am an and any are aren as at be because been before being "
+    "below between both but by can couldn d did didn do does doesn doing don down during each few for "
+    "from further had hadn has hasn have haven having he her here hers herself him himself his how i if "
+    "in into is isn it its itself just ll m ma me mightn more most mustn my myself needn no nor not now o "
+    "of off on once only or other our ours ourselves out over own re s same shan she should shouldn so "
+    "some such t than that the their theirs them themselves then there these they this those through to "
+    "too under until up ve very was wasn we were weren what when where which while who whom why will with "
+    "won wouldn y you your yours yourself yourselves"
+))  # fmt: skip
 PRIMES = frozenset(n for n in range(2, 98) if all(n % divisor for divisor in range(2, n)))
 OVERLAP_TOLERANCE = 2
 """Percent by which the overlap of trigrams may differ."""
@@ -90,7 +103,7 @@ def pronouns(text: str, *, N: float) -> bool:  # noqa: N803
 def punctuation_cover(text: str) -> bool:
     """Every one of `.,!?;:` occurs, and the interrobang besides."""
     interrobang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
-    return interrobang is not None and set(".,!?;:") <= set(text.replace(interrobang, "", 1))
+    return interrobang is not None and set(".,!?;:") <= set(text.replace(interrobang, "", 3))
 
 
 def every_nth_japanese(text: str, *, N: float) -> bool:  # noqa: N803
@@ -126,6 +139,12 @@ def trigram_overlap(text: str, *, reference_text: str, percentage: float) -> boo
     return bool(found) and abs(100 * shared / len(found) - percentage) <= OVERLAP_TOLERANCE
 
 
+def stop_words(text: str, *, percentage: float) -> bool:
+    """At most so many percent of the words are stop words, and there are words."""
+    words = _WORD.findall(text.lower())
+    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= percentage * len(words)
+
+
 def equally_long_sentences(text: str) -> bool:
     """There are three sentences with the same number of characters."""
     lengths = [len(sentence) for sentence in split_sentences(text)]
@@ -158,12 +177,44 @@ def prime_lengths(text: str) -> bool:
     return all(len(word) in PRIMES for word in bare_words(text))
 
 
+def starts_with_verb(text: str) -> bool:
+    """The first word is a verb, as NLTK's tagger has it."""
+    sentences = map(_package("nltk.tokenize").NLTKWordTokenizer().tokenize, split_sentences(text))
+    # The tag of the first word depends on the two that follow, and on no others.
+    first = list(islice(chain.from_iterable(sentences), 3))
+    return bool(first) and "VB" in _tagger().tag(first)[0][1]
+
+
+class _Tagger(Protocol):
+    """NLTK's tagger of parts of speech."""
+
+    def tag(self, tokens: list[str]) -> list[tuple[str, str]]:
+        """Return each token with its tag."""
+
+
+@cache
+def _tagger() -> _Tagger:
+    """Load NLTK's tagger. Its data are no part of the package `nltk`."""
+    try:
+        tagger: _Tagger = _package("nltk.tag.perceptron").PerceptronTagger(lang="eng")
+    except LookupError as error:
+        raise ValueError(
+            "it needs the data of NLTK's tagger: python -m nltk.downloader averaged_perceptron_tagger_eng"
+        ) from error
+    return tagger
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        needed = name.partition(".")[0]
+        raise ValueError(f"it needs {needed}: pip install 'sluice-rl[ifbench]'") from error
+
+
 def alternating_syllables(text: str) -> bool:
     """Words with an odd and with an even number of syllables alternate."""
-    try:
-        syllapy = import_module("syllapy")
-    except ImportError as error:
-        raise ValueError("it needs syllapy: pip install 'sluice-rl[ifbench]'") from error
+    syllapy = _package("syllapy")
     return all(a != b for a, b in pairwise(syllapy.count(word) % 2 for word in bare_words(text)))
 
 
@@ -243,6 +294,7 @@ WORD_CHECKS: Mapping[str, Callable[..., bool]] = {
     "ratio:sentence_balance": sentence_balance,
     "ratio:sentence_type": sentence_type,
     "ratio:sentence_words": equally_long_sentences,
+    "ratio:stop_words": stop_words,
     "sentence:alliteration_increment": increasing_alliteration,
     "sentence:increment": increasing_sentences,
     "sentence:keyword": keyword_in_sentence,
@@ -256,6 +308,7 @@ WORD_CHECKS: Mapping[str, Callable[..., bool]] = {
     "words:paragraph_last_first": paragraphs_end_as_they_begin,
     "words:prime_lengths": prime_lengths,
     "words:repeats": limited_repeats,
+    "words:start_verb": starts_with_verb,
     "words:vowel": three_vowels,
     "words:words_position": second_and_last_but_one,
 }

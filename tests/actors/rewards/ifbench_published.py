@@ -1,6 +1,7 @@
 """Asks the package `if-verifiable` 0.1.2 which texts follow IFBench's instructions, where it is installed.
 
-NLTK's data are not there: its tokenizer of words gets the package's own sentences."""
+NLTK's data of sentences are not there: its tokenizer of words gets the package's own sentences. Those of its
+tagger and its stop words lie in the directory that the argument names."""
 
 import json
 import sys
@@ -11,6 +12,7 @@ for name in ("datasets", "langdetect", "immutabledict"):  # for its other half
     sys.modules[name] = MagicMock()
 import nltk  # noqa: E402
 
+nltk.data.path = [sys.argv[1]]
 nltk.download = lambda *_, **__: True
 package = ModuleType("if_verifiable")  # without what it imports
 package.__path__ = [f"{path}/if_verifiable" for path in sys.path]

