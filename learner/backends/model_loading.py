@@ -40,5 +40,5 @@ def merged_model(checkpoint: Path, base: Path, config: LoraConfig) -> tuple[Pret
     if is_written_by("fsdp", checkpoint):
         from learner.backends.fsdp.checkpoint_weights import adapters_in  # imports much of transformers
 
-        return hf_config, MergedWeights(weights, adapters_in(checkpoint), config)
+        return hf_config, MergedWeights(weights, adapters_in(checkpoint, hf_config), config)
     return hf_config, MergedWeights(weights, lora.adapters_in(checkpoint, hf_config, config), config)

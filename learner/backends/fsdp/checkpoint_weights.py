@@ -1,5 +1,6 @@
 """The weights in a checkpoint of this backend, read one tensor at a time, without a world of ranks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,10 +14,10 @@ from learner.backends.fsdp.checkpoint import MODEL, load_alone
 from learner.backends.fsdp.names import FileNames
 from learner.backends.shared.lora import CHANGE, refuse_adapters_alone
 from learner.model_directories.lazy_weights import LazyWeights, Spec
-from storage.model_files.adapter_names import PREFIX, magnitude_name
+from storage.model_files.adapter_names import PREFIX, WEIGHT, magnitude_name
 
 
-def adapters_in(directory: Path) -> dict[str, Tensor]:
+def adapters_in(directory: Path, hf_config: PretrainedConfig) -> dict[str, Tensor]:
     """Return the adapters in a checkpoint by peft's names, with changes of lengths of rows by those of
     lengths, and the head of a reward model."""
     begins = MODEL + PREFIX
@@ -27,7 +28,28 @@ def adapters_in(directory: Path) -> dict[str, Tensor]:
         if name.startswith(begins) and isinstance(entry, TensorStorageMetadata)
     }
     load_alone(entries, directory)
-    return {_renamed(name.removeprefix(MODEL)): tensor for name, tensor in entries.items()}
+    names, found = FileNames(hf_config), dict[str, Tensor]()
+    layers = {begins + name: each for tensor in names.tensors for name, each in _of_experts(names, tensor)}
+    for name, tensor in entries.items():
+        module, _, end = name.rpartition(".lora_")
+        if module in layers:
+            found |= {
+                f"{PREFIX}{layer}.lora_{end}": of_expert
+                for layer, of_expert in zip(layers[module], tensor, strict=True)
+            }
+        else:
+            found[_renamed(name.removeprefix(MODEL))] = tensor
+    return found
+
+
+def _of_experts(names: FileNames, tensor: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the names that adapters of all experts have in a checkpoint, and those of the experts' layers."""
+    of_projection: dict[str, list[str]] = {}
+    for file in names.tensors[tensor].files:
+        layer = file.removesuffix(WEIGHT)
+        of_projection.setdefault(layer.rpartition(".")[2], []).append(layer)
+    for projection, layers in of_projection.items():
+        yield f"{tensor}.{projection}", layers
 
 
 def _renamed(name: str) -> str:

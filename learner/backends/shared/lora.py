@@ -124,8 +124,8 @@ class MergedWeights(LazyWeights):
         adapted = {adapter_names(name)[0] for name in base}
         if strangers := [name for name in adapters if name.endswith(suffixes[0]) and name not in adapted]:
             raise ConfigError(
-                f"{strangers[0].removeprefix(PREFIX)}: adapters of experts are not merged from a checkpoint; "
-                "begin with what the run exported, by --model.path runs/RUN/export"
+                f"the checkpoint has {strangers[0].removeprefix(PREFIX)}, and the model no such weight: its "
+                "adapters were trained on another one"
             )
         super().__init__(dict.fromkeys([*base, *sorted(plain)]))
 

@@ -17,12 +17,14 @@ from bus.messages import BlobRef
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import merged_model
 from learner.backends.shared.lora import merged_stream
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
+from learner.model_directories.model_directory import save_hf_directory
 from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
 from storage.model_files.adapter_names import adapter_names
@@ -205,6 +207,25 @@ def test_a_run_goes_on_from_a_checkpoint_of_adapters_of_experts_to_the_bit(tmp_p
     other = trainer_of(LORA.model_copy(update={"experts": False}), "qwen3_moe", backend=backend)
     with pytest.raises(ConfigError, match=r"was trained with learner\.lora\.experts=True: keep"):
         load_checkpoint(other, latest(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [("megatron", "qwen3_moe"), ("fsdp", "qwen3_moe"), ("fsdp", "deepseek_v3")],
+)
+def test_adapters_of_experts_in_a_checkpoint_make_the_weights_that_the_run_exports(tmp_path, backend, family):
+    model = tiny_model(family)
+    save_hf_directory(tmp_path / "model", model.config, hf_state(model), None)
+    trainer = trainer_of(LORA, family, backend=backend)
+    for number in range(2):
+        step(trainer, number)
+    save_checkpoint(trainer, tmp_path / "checkpoints", 2, {}, keep=1)
+    _, found = merged_model(latest(tmp_path / "checkpoints"), tmp_path / "model", LORA)
+    exported = trainer.export()
+    assert found.keys() == exported.keys()
+    assert [name for name in exported if not torch.equal(found[name], exported[name])] == []
+    changed = [name for name, weight in hf_state(model).items() if not torch.equal(found[name], weight)]
+    assert any(".mlp.experts.3.down_proj" in name for name in changed)
 
 
 def test_a_checkpoint_of_adapters_of_experts_is_loaded_by_another_layout_of_ranks(worlds, tmp_path):
