@@ -134,8 +134,8 @@ class RewardGiven(Message, tag="reward_given"):
 # --- weights ---
 
 
-PART_DIGEST_BYTES = 16
-"""Size of the xxh3-128 of a part."""
+PART_DIGEST_BYTES = 32
+"""Size of the SHA-256 of a part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,22 +146,23 @@ class BlobRef(Message, tag="blob"):
     chunks: int
     size_bytes: int
     digest: str
-    """xxh3-128 of the whole, hexadecimal."""
+    """SHA-256 of the whole, or, of a blob in parts, of their digests; hexadecimal."""
     origin: str = ""
     """URL of the directory or server that has the file; empty for the run's stream."""
     part_bytes: int = 0
     """Size of its parts but the last; 0 where parts have no digests."""
-    part_digests: bytes = b""
+    part_sha256: bytes = b""
     """Digests of the parts, in order (`storage.weights.blob_parts`)."""
 
     @property
     def parts(self) -> int:
         """Return the number of parts that have a digest."""
-        return len(self.part_digests) // PART_DIGEST_BYTES
+        return len(self.part_sha256) // PART_DIGEST_BYTES
 
     def check(self) -> None:
         """Refuse a reference that would have a reader ask for chunks or parts without end."""
-        if self.part_bytes < 0 or self.parts != (self.part_bytes and -(-self.size_bytes // self.part_bytes)):
+        parts = -(-self.size_bytes // self.part_bytes) if self.part_bytes > 0 else 0
+        if len(self.part_sha256) not in (0, parts * PART_DIGEST_BYTES):
             raise SchemaError(
                 f"{self.subject}: {self.size_bytes} bytes in parts of {self.part_bytes} cannot have "
                 f"{self.parts} digests"

@@ -7,7 +7,7 @@ from bus.codec import Message
 from bus.errors import SchemaError
 
 MOST_PARTS = 512
-"""Parts of a blob: the digests of all travel in each announcement, 16 bytes each."""
+"""Parts of a blob: the digests of all travel in each announcement, 32 bytes each."""
 MOST_TEXT = 16 << 10
 """Characters of a host's name and of what leads to its server, which the learner keeps for a while."""
 

@@ -5,13 +5,14 @@ The JetStream object store is not used: its `get` is quadratic in nats-py.
 
 import asyncio
 import uuid
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import nats.errors
 import structlog
-import xxhash
 
-from bus.blobs import checked
+from bus.blobs import blocks_of, checked, sha256_of
 from bus.connection import Bus
 from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
@@ -26,6 +27,20 @@ FETCH_WINDOW = 16
 """Chunks asked for at once: enough to fill the connection, few enough to bound memory."""
 
 
+class Chunks(NamedTuple):
+    """Bytes as they lie on a stream."""
+
+    chunks: list[bytes]
+    size_bytes: int
+    digest: str
+
+
+def in_chunks(content: Iterable[bytes | memoryview]) -> Chunks:
+    """Cut content into chunks, which are its only copy, and take its digest."""
+    chunks = [b"".join(block) for block in blocks_of(content, CHUNK_BYTES)]
+    return Chunks(chunks or [b""], sum(map(len, chunks)), sha256_of(chunks).hex())
+
+
 async def put_blob(
     bus: Bus, publisher: Publisher, data: bytes, *tokens: object, stream: str = "files"
 ) -> BlobRef:
@@ -33,17 +48,21 @@ async def put_blob(
 
     Returns the reference that finds it. Raises `BusError` when the stream refuses a chunk.
     """
-    digest = xxhash.xxh3_128_hexdigest(data)
-    subject = bus.subject(stream, *tokens, digest[:12])
-    view = memoryview(data)
-    chunks = [bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)] or [b""]
+    return await put_chunks(
+        bus, publisher, await asyncio.to_thread(in_chunks, [data]), *tokens, stream=stream
+    )
+
+
+async def put_chunks(bus: Bus, publisher: Publisher, cut: Chunks, *tokens: object, stream: str) -> BlobRef:
+    """Do what `put_blob` does with bytes that are cut already."""
+    subject = bus.subject(stream, *tokens, cut.digest[:12])
     put = uuid.uuid4().hex  # not from the content: bytes deleted a minute ago would be a duplicate
 
     async def store(n: int, chunk: bytes) -> None:
         await publisher.publish(f"{subject}.{n}", chunk, message_id=f"{put}.{n}")
 
-    await together(store(n, chunk) for n, chunk in enumerate(chunks))
-    return BlobRef(subject=subject, chunks=len(chunks), size_bytes=len(data), digest=digest)
+    await together(store(n, chunk) for n, chunk in enumerate(cut.chunks))
+    return BlobRef(subject=subject, chunks=len(cut.chunks), size_bytes=cut.size_bytes, digest=cut.digest)
 
 
 async def put_only_blob(bus: Bus, publisher: Publisher, data: bytes, token: str) -> BlobRef:
@@ -94,7 +113,7 @@ async def _get_blob(bus: Bus, ref: BlobRef) -> bytes:
         chunks = await together(fetch(n) for n in range(ref.chunks))
     if ref.size_bytes and not any(chunks):  # `put_only_blob` has emptied them
         raise BusError(f"{ref.subject} is not on the bus any more: another blob took its place")
-    return checked(ref, b"".join(chunks))
+    return await asyncio.to_thread(lambda: checked(ref, b"".join(chunks)))
 
 
 def shown_fetch(ref: BlobRef) -> AbstractContextManager[Advance]:

@@ -9,17 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from bus.blobs import checked
-from bus.errors import BusError, ConfigError
+from bus.errors import BusError, ConfigError, DamagedError
 from bus.messages import BlobRef
 from storage.disk.atomic_files import TEMPORARY_PREFIX, Content, Data, remove_leftovers, write_parts
-from storage.weights.blob_parts import BlockDigests
+from storage.weights.blob_parts import BlockDigests, is_part, part_range, parts_of
 from storage.weights.new_memory import new_memory
 from storage.weights.tensors import spare_threads
 
 SUFFIX = ".blob"
-READ_BYTES = 32 << 20
-"""Bytes of a file that one thread reads."""
 SETTING = "learner.publication.transport."
 
 
@@ -52,10 +49,6 @@ class FileBlobs:
     async def close(self) -> None:
         """Do nothing: no file is open, and files stay for readers."""
 
-    def keep(self, ref: BlobRef, data: Data) -> None:
-        """Write a blob that was fetched from elsewhere, under its own name."""
-        self._write([data]).replace(self.directory / file_name(ref))
-
     def _start(self) -> None:
         probe = self.directory / (SUFFIX + ".probe")
         try:
@@ -72,9 +65,10 @@ class FileBlobs:
             ) from error
 
     def _put(self, content: Content, tokens: tuple[object, ...]) -> BlobRef:
-        digests = BlockDigests()
-        written = self._write(digests.passing(content))
-        ref = digests.ref(".".join(map(str, tokens)), self.origin)
+        with ThreadPoolExecutor(spare_threads(), "digest") as threads:
+            digests = BlockDigests(threads)
+            written = self._write(digests.passing(content))
+            ref = digests.ref(".".join(map(str, tokens)), self.origin)
         written.replace(self.directory / file_name(ref))
         return ref
 
@@ -111,33 +105,31 @@ async def fetch_file(_bus: object, ref: BlobRef) -> Data:
 
 
 def read_file(directory: Path, ref: BlobRef) -> memoryview:
-    """Read the bytes behind `ref`. Raises `BusError` when they are gone or differ from what was stored."""
+    """Read the bytes behind `ref`, on as many threads as this process can spare.
+
+    Raises `BusError` when they are gone or differ from what was stored."""
     path = directory / file_name(ref)
+    parts, data = parts_of(ref), new_memory(ref.size_bytes)
     try:
-        if path.stat().st_size != ref.size_bytes:  # before all of it is read
-            raise BusError(f"{path} has {path.stat().st_size} bytes, not {ref.size_bytes}")
-        with path.open("rb", buffering=0) as file:
-            data = _read_parts(file.fileno(), ref.size_bytes)
-        return checked(ref, data)
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(spare_threads(), "read") as threads:
+            if (size := os.fstat(file.fileno()).st_size) != ref.size_bytes:  # before all of it is read
+                raise BusError(f"{path} has {size} bytes, not {ref.size_bytes}")
+            same = list(threads.map(lambda part: _read_part(file.fileno(), ref, part, data), parts))
     except OSError as error:
         raise BusError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _read_parts(descriptor: int, size_bytes: int) -> memoryview:
-    """Read the first `size_bytes` of a file, on as many threads as this process can spare.
-
-    Raises `OSError`, also where the file has fewer."""
-    data = new_memory(size_bytes)
-
-    def read(start: int) -> None:
-        part = data[start : start + READ_BYTES]
-        while part:
-            count = os.preadv(descriptor, [part], start)
-            if not count:
-                size = os.fstat(descriptor).st_size
-                raise OSError(errno.ENODATA, f"it has {size} bytes, not {size_bytes}")
-            part, start = part[count:], start + count
-
-    with ThreadPoolExecutor(spare_threads(), "read") as threads:
-        list(threads.map(read, range(0, size_bytes, READ_BYTES)))
+    if not all(same):
+        raise DamagedError(f"{path}: part {same.index(False)} does not have its digest")
     return data
+
+
+def _read_part(descriptor: int, ref: BlobRef, part: int, data: memoryview) -> bool:
+    """Read a part into its place, and tell whether it has its digest. Raises `OSError`."""
+    start, end = part_range(ref, part)
+    place = left = data[start:end]
+    while left:
+        count = os.preadv(descriptor, [left], start)
+        if not count:
+            size = os.fstat(descriptor).st_size
+            raise OSError(errno.ENODATA, f"it has {size} bytes, not {ref.size_bytes}")
+        left, start = left[count:], start + count
+    return is_part(ref, part, place)

@@ -20,10 +20,9 @@ from aiohttp import web
 from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError
 
-from bus.blobs import checked
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError
+from bus.errors import BusError, ConfigError, DamagedError
 from bus.messages import BlobRef
 from bus.server.nats_server import is_loopback
 from bus.streams.blob_store import shown_fetch
@@ -34,13 +33,13 @@ from storage.disk.atomic_files import Content, Data
 from storage.settings.weights_transport import ServerConfig
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
+from storage.weights.blob_parts import is_part, part_range, parts_of
 from storage.weights.new_memory import new_memory
 from storage.weights.part_tracker import PartTracker
 
 log = structlog.get_logger()
-RANGE_BYTES = 8 << 20
 WINDOW = 8
-"""Ranges that are requested at a time."""
+"""Parts that are requested at a time."""
 PART_BYTES = 1 << 20
 """Bytes that the server reads and sends at a time."""
 BOUNDED_BYTES = 64 << 10
@@ -380,25 +379,38 @@ async def fetch_served(bus: Bus, ref: BlobRef) -> Data:
 
 
 async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> Data:
-    """Fetch the bytes behind `ref` from the server at `url`, in ranges.
+    """Fetch the bytes behind `ref` from the server at `url`, by parts.
 
     Raises `BusError` when it does not answer, is not the server that `access` is for, does not have them, or
     has others.
     """
-    data, shown = new_memory(ref.size_bytes), shown_access(access)
-    target = f"{url}/{file_name(ref)}"
+    parts, data, shown = parts_of(ref), new_memory(ref.size_bytes), shown_access(access)
     slots = asyncio.Semaphore(WINDOW)
 
-    async def fetch(session: aiohttp.ClientSession, begin: int) -> None:
-        place = data[begin : begin + RANGE_BYTES]
+    async def fetch(session: aiohttp.ClientSession, part: int) -> None:
         async with slots:
-            await fetch_range(session, target, place, begin, timeout=TIMEOUT, **shown)
-        advance(len(place))
+            await fetch_part(session, url, ref, part, data, timeout=TIMEOUT, **shown)
+        begin, end = part_range(ref, part)
+        advance(end - begin)
 
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         with shown_fetch(ref) as advance:
-            await together(fetch(session, begin) for begin in range(0, len(data), RANGE_BYTES))
-    return await asyncio.to_thread(checked, ref, data)
+            await together(fetch(session, part) for part in parts)
+    return data
+
+
+async def fetch_part(
+    session: aiohttp.ClientSession, url: str, ref: BlobRef, part: int, data: memoryview, *,
+    timeout: aiohttp.ClientTimeout, **shown: Any,
+) -> None:  # fmt: skip
+    """Fetch a part of `ref` into its place in `data`, and verify it.
+
+    Raises `BusError`; `DamagedError` for other bytes than it has."""
+    begin, end = part_range(ref, part)
+    target = f"{url}/{file_name(ref)}"
+    await fetch_range(session, target, data[begin:end], begin, timeout=timeout, **shown)
+    if not await asyncio.to_thread(is_part, ref, part, data[begin:end]):
+        raise DamagedError(f"{target}: part {part} does not have its digest")
 
 
 def shown_access(access: BlobAccess | None) -> dict[str, Any]:

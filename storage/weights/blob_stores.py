@@ -14,7 +14,7 @@ from nats.js.errors import NotFoundError
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
-from bus.streams.blob_store import delete_blob, put_blob, stream_with
+from bus.streams.blob_store import delete_blob, in_chunks, put_chunks, stream_with
 from bus.streams.publish import Publisher
 from storage.disk.atomic_files import Content
 from storage.settings.weights_transport import BusTransport, FilesTransport, HttpTransport, Transport
@@ -69,9 +69,9 @@ class BusBlobs:
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Store the blob in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
-        data = await asyncio.to_thread(b"".join, content)
-        await self._refuse_too_large(len(data))
-        return await put_blob(self._bus, self._publisher, data, "policy", *tokens, stream="weights")
+        cut = await asyncio.to_thread(in_chunks, content)
+        await self._refuse_too_large(cut.size_bytes)
+        return await put_chunks(self._bus, self._publisher, cut, "policy", *tokens, stream="weights")
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Return whether every chunk is on the stream."""

@@ -28,11 +28,12 @@ from storage.weights.blob_http import (
     TIMEOUT,
     BlobServer,
     ask_access,
+    fetch_part,
     fetch_range,
     parts_subject,
     shown_access,
 )
-from storage.weights.blob_parts import is_part, part_range
+from storage.weights.blob_parts import part_range
 from storage.weights.local_model import take_parts
 from storage.weights.new_memory import copied, lend, new_memory, take_back
 from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S
@@ -73,6 +74,10 @@ class HeldBlob:
     def is_whole(self) -> bool:
         """Tell whether every part is here, verified."""
         return self.states.count(HAD) == self.ref.parts
+
+    def lacks(self, part: int) -> bool:
+        """Tell whether it is a part that is neither here nor being fetched."""
+        return 0 <= part < self.ref.parts and self.states[part] == LACKED
 
     def has(self, begin: int, end: int) -> bool:
         """Tell whether these bytes are here, verified."""
@@ -165,6 +170,8 @@ class _Fetch:
         self._bus, self._held, self._asked, self._advance = bus, held, asked, advance
         self._running: dict[asyncio.Task[None], PartSource] = {}
         self._failed: list[PartFailed] = []
+        self._liars: set[str] = set()
+        """Servers that sent other bytes than a part has."""
         self._origin_failures = 0
         self._shown: dict[BlobAccess | None, dict[str, Any]] = {}
         """Arguments of requests to servers, by what they ask for."""
@@ -223,6 +230,11 @@ class _Fetch:
         return bytes(data[:size])
 
     def _begin(self, session: aiohttp.ClientSession, source: PartSource, access: BlobAccess | None) -> None:
+        """Fetch a part, unless the answer that names the source cannot be the learner's.
+
+        A forged one would have what is here overwritten, or lead to the same liar again and again."""
+        if not self._held.lacks(source.part) or source.url in self._liars:
+            return
         self._held.states[source.part] = FETCHED
         task = asyncio.create_task(self._part(session, source, access), name=f"part {source.part}")
         self._running[task] = source
@@ -242,6 +254,8 @@ class _Fetch:
             if not isinstance(error, BusError):
                 raise error
             damaged = isinstance(error, DamagedError)
+            if damaged and source.url:
+                self._liars.add(source.url)
             log.warning("part_not_fetched", part=source.part, url=source.url, reason=str(error))
             self._failed.append(PartFailed(part=source.part, url=source.url, is_damaged=damaged))
             self._origin_failures += not source.url
@@ -258,13 +272,10 @@ class _Fetch:
         if access not in self._shown:
             self._shown[access] = shown_access(access)
         begin, end = part_range(ref, source.part)
-        target = f"{source.url or ref.origin}/{file_name(ref)}"
-        await fetch_range(
-            session, target, self._held.data[begin:end], begin,
+        await fetch_part(
+            session, source.url or ref.origin, ref, source.part, self._held.data,
             timeout=_peer_timeout(end - begin) if source.url else TIMEOUT, **self._shown[access],
         )  # fmt: skip
-        if not await asyncio.to_thread(is_part, ref, source.part, self._held.data[begin:end]):
-            raise DamagedError(f"{target}: part {source.part} does not have its digest")
         self._advance(end - begin)
 
 

@@ -23,7 +23,7 @@ from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
 from bus.weight_requests import BlobAccess, BlobAccessAsked
 from storage.settings.weights_transport import HttpTransport, PeerConfig
-from storage.weights import blob_http
+from storage.weights import blob_http, blob_parts
 from storage.weights.blob_files import file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
 from storage.weights.blob_http import BlobServer, HttpBlobs, ask_access, download, file_in
@@ -73,7 +73,7 @@ async def origin(learner: Bus, tmp_path: Path) -> AsyncIterator[HttpBlobs]:
 async def test_actor_reads_weights_from_the_learner_and_from_another_actor(
     learner: Bus, actor: Bus, origin: HttpBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(blob_http, "RANGE_BYTES", 100_000)
+    monkeypatch.setattr(blob_parts, "BLOCK_BYTES", 100_000)
     monkeypatch.setattr(blob_http, "PART_BYTES", 30_000)
     data = os.urandom(1_234_567)
     ref = await origin.put([data], "one", 1)

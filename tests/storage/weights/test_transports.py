@@ -9,8 +9,11 @@ import aiohttp
 import aiohttp.web
 import numpy as np
 import pytest
+import xxhash
 
+from bus.codec import decode, encode
 from bus.errors import BusError, ConfigError
+from bus.messages import BlobRef
 from bus.server.nats_server import free_port
 from bus.topology import MIB
 from storage.settings.weights_transport import (
@@ -21,7 +24,7 @@ from storage.settings.weights_transport import (
     HttpTransport,
     Transport,
 )
-from storage.weights import blob_files, blob_http
+from storage.weights import blob_http, blob_parts
 from storage.weights.blob_files import FileBlobs, file_name, read_file
 from storage.weights.blob_http import HttpBlobs
 from storage.weights.blob_sources import Blobs
@@ -43,8 +46,8 @@ def config(kind, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def small_ranges(monkeypatch):
-    monkeypatch.setattr(blob_http, "RANGE_BYTES", 100_000)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(blob_parts, "BLOCK_BYTES", 100_000)
 
 
 @pytest.fixture(params=["bus", "http", "files"])
@@ -79,9 +82,9 @@ async def test_what_is_put_arrives(bus, store, size):
     assert await store.holds([ref])
 
 
-@pytest.mark.parametrize("read_bytes", [7, 1000])
-async def test_what_is_put_in_pieces_arrives_whole(bus, store, read_bytes, monkeypatch):
-    monkeypatch.setattr(blob_files, "READ_BYTES", read_bytes)
+@pytest.mark.parametrize("block_bytes", [7, 1000])
+async def test_what_is_put_in_pieces_arrives_whole(bus, store, block_bytes, monkeypatch):
+    monkeypatch.setattr(blob_parts, "BLOCK_BYTES", block_bytes)
     words = np.arange(1000, dtype=np.uint16)
     ref = await store.put([b"begin", words.data, words[:0].data, b"", words[::-1].copy().data], "one", 7)
     assert await Blobs(bus).get(ref) == b"begin" + words.tobytes() + words[::-1].tobytes()
@@ -90,7 +93,7 @@ async def test_what_is_put_in_pieces_arrives_whole(bus, store, read_bytes, monke
 
 async def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, monkeypatch):
     store, read = FileBlobs(tmp_path), os.preadv
-    monkeypatch.setattr(blob_files, "READ_BYTES", 300)
+    monkeypatch.setattr(blob_parts, "BLOCK_BYTES", 300)
     await store.start()
     ref = await store.put([os.urandom(1000)], "one", 1)
 
@@ -138,7 +141,7 @@ async def test_a_flipped_bit_in_a_file_is_found(bus, tmp_path, kind):
     await store.start()
     ref = await store.put([os.urandom(300_000)], "one", 1)
     damage(tmp_path / ("served" if kind == "http" else "shared/test"), ref)
-    with pytest.raises(BusError, match=f"do not have the digest {ref.digest}"):
+    with pytest.raises(BusError, match="part 1 does not have its digest"):
         await Blobs(bus).get(ref)
     await store.close()
 
@@ -215,6 +218,15 @@ async def test_a_blob_of_an_unknown_transport_is_refused(bus, origin):
     ref = await origin.put([b"x"], "one", 1)
     with pytest.raises(BusError, match="knows no transport 'ftp'"):
         await Blobs(bus).get(replace(ref, origin="ftp://host"))
+
+
+async def test_a_reference_of_a_build_whose_digests_anybody_could_forge_is_refused(bus, store):
+    data = os.urandom(1000)
+    ref = await store.put([data], "one", 1)
+    old = replace(ref, part_sha256=b"", digest=xxhash.xxh3_128_hexdigest(data))
+    assert decode(encode(old), BlobRef) == old, "an announcement of an earlier build ends nobody"
+    with pytest.raises(BusError, match=r"without SHA-256 digests|do not have the digest"):
+        await Blobs(bus).get(old)
 
 
 class BucketTransport(Transport):
