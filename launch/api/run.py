@@ -20,10 +20,12 @@ from launch.operations.run_stop import stop_run
 from launch.run_view.history import Evaluation, Step, evaluation_of, is_evaluation, is_step, step_of
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
 from launch.run_view.run_files import recorded_config
+from launch.trajectories.held_out import named_answers
 from launch.trajectories.stored_groups import stored_groups
 from launch.trajectories.token_texts import Decode, decoder
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.held_out_answers import HeldOutStore
 from storage.metrics.records import Record
 
 POLL_S = 0.5
@@ -97,11 +99,15 @@ class Run:
 
         return Stream(lambda: new_values(self._directory, is_wanted, evaluation_of), *self._end)
 
-    def trajectories(self) -> Stream[Trajectory]:
+    def trajectories(self, *, held_out: bool = False) -> Stream[Trajectory]:
         """Return the trajectories of groups in store, a group's together, then of each group that completes.
 
-        Those that were retired before they were read are left out. `decode` gives their text. Raises
-        `ConfigError` where the run's shards are on other hosts, and what `wait` does at the end."""
+        Those that were retired before they were read are left out. `decode` gives their text. With `held_out`
+        these are the answers to held-out prompts that `evaluation.kept_answers` keeps, which nothing trains
+        on: their names begin with h, and `metadata["data_set"]` names their data set. Raises `ConfigError`
+        where the run's shards are on other hosts, and what `wait` does at the end."""
+        if held_out:
+            return Stream(lambda: NewHeldOutAnswers(self._directory), *self._end)
         return Stream(lambda: NewTrajectories(self._directory, lambda: self.running), *self._end)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -207,3 +213,22 @@ class NewTrajectories:
             if self.running():  # its storage makes them
                 return ()
             raise
+
+
+@dataclass
+class NewHeldOutAnswers:
+    """Takes the answers to held-out prompts that storage keeps, in the order in which they came."""
+
+    run: RunDirectory
+    last: int = -1
+    """Number of the newest group that was taken."""
+
+    def __call__(self) -> Sequence[Trajectory]:
+        """Return the answers to up to `AT_ONCE` prompts."""
+        store = HeldOutStore(self.run.held_out_answers)
+        while waiting := [number for number in store.numbers() if number > self.last][:AT_ONCE]:
+            found = store.read(waiting)
+            self.last = waiting[-1]
+            if found:  # those that storage has removed meanwhile say nothing of what is left
+                return [t for number, one in found.items() for t in named_answers(number, one)]
+        return ()

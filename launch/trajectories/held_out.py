@@ -78,11 +78,16 @@ class _HeldOutGroups:
         """Return the groups that are still kept of these."""
         found = await asyncio.to_thread(self._store.read, leases)
         self._training.update({number: _training(one) for number, one in found.items()})
-        return [[_named(t, number, one) for t in one.batch.whole] for number, one in found.items()]
+        return [named_answers(number, one) for number, one in found.items()]
 
 
 def _training(one: HeldOutAnswers) -> GroupTraining:
     return GroupTraining(label=one.label, evaluation=Evaluation(one.policy_version, one.data_set or HELD_OUT))
+
+
+def named_answers(number: int, one: HeldOutAnswers) -> list[Trajectory]:
+    """Return the answers to a prompt under names of their own, by the number of their group."""
+    return [_named(t, number, one) for t in one.batch.whole]
 
 
 def _named(t: Trajectory, number: int, one: HeldOutAnswers) -> Trajectory:

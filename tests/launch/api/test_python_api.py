@@ -14,11 +14,14 @@ import launch
 from actors.environments.single_turn import SingleTurn
 from bus.agent_rewards import are_equal
 from launch.api.child import LocalProcess
+from launch.api.run import NewHeldOutAnswers
 from launch.settings.run_config import RunConfig
 from launch.trajectories.stored_groups import GroupReader
+from launch.trajectories.training import is_greedy
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.held_out_answers import HeldOutStore
 from storage.metrics.records import append_records, metrics_record
-from tests.launch.dashboard.run_on_disk import GROUPS_A_STEP, SAMPLES, WORDS, make_run
+from tests.launch.dashboard.run_on_disk import GROUPS_A_STEP, SAMPLES, WORDS, make_run, write_held_out_answers
 from tests.launch.messages import metrics
 
 HEAVY = ("numpy", "torch", "transformers", "megatron", "zarr", "nats", "pydantic")
@@ -60,6 +63,25 @@ def test_an_ended_run_tells_its_trajectories_with_their_text(ended: RunDirectory
     assert [t.lease_id for t in found] == [n for n in range(3 * GROUPS_A_STEP) for _ in range(SAMPLES)]
     [first, *_] = found
     assert run.decode(first.token_ids[first.turns[0].start :][:2].tolist()) == f"{WORDS[6]} {WORDS[7]} "
+
+
+def test_answers_to_held_out_prompts_come_as_they_are_kept(ended: RunDirectory, monkeypatch):
+    monkeypatch.setattr("launch.api.run.AT_ONCE", 1)
+    run = attached(ended)
+    assert list(run.trajectories(held_out=True)) == []
+    write_held_out_answers(ended, 20)
+    write_held_out_answers(ended, 21, "hard")
+    found = list(run.trajectories(held_out=True))
+    assert [t.trajectory_id for t in found] == [f"h{n:08}.{k}" for n in range(1, 5) for k in range(2)]
+    assert [t.metadata["data_set"] for t in found] == ["heldout"] * 4 + ["hard"] * 4
+    assert [is_greedy(t) for t in found] == [False, True] * 4
+    assert all(run.decode(t.token_ids.tolist()) for t in found)
+    assert next(iter(run.trajectories())).trajectory_id == "g00000000.0"
+    take = NewHeldOutAnswers(ended)
+    assert [t.trajectory_id for t in take()] == ["h00000001.0", "h00000001.1"]
+    read = HeldOutStore.read
+    monkeypatch.setattr(HeldOutStore, "read", lambda s, numbers: {} if numbers == [2] else read(s, numbers))
+    assert [t.trajectory_id for t in take()] == ["h00000003.0", "h00000003.1"], "2 was removed meanwhile"
 
 
 def test_groups_that_cannot_be_read_do_not_end_the_trajectories(ended: RunDirectory, monkeypatch):
