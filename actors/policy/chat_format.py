@@ -13,16 +13,11 @@ import structlog
 from actors.episodes.task import ChatMessage
 from actors.policy.answers import AnswerReader, ParsedAnswer
 from actors.policy.call_detection import CallsFound, calls_found
-from actors.policy.chat_messages import (
-    Fingerprint,
-    checked_messages,
-    checked_tools,
-    digest,
-    fingerprint,
-)
+from actors.policy.chat_messages import checked_messages, checked_tools, digest
 from actors.policy.conversation import Boundary, Conversation, continued
 from actors.policy.messages import MessagesError, Tool, tool_name
-from actors.policy.shown_images import DIGESTS, ShownImages, without_data
+from actors.policy.read_chat import ReadChat, read_chat
+from actors.policy.shown_images import ShownImages, without_data
 from actors.policy.turn_end import TailRenderer
 from bus.images import PlacedImage
 from storage.chats.stop_tokens import AddedToken, TurnEnds, turn_ends
@@ -73,8 +68,8 @@ class Context:
     """The answer begins inside of reasoning."""
     conversation: Conversation
     """What it repeats of the strand."""
-    messages: tuple[Fingerprint, ...]
-    """Messages that follow."""
+    chat: ReadChat
+    """All messages."""
     images: tuple[PlacedImage, ...]
     """Images among the tokens that follow, of which the first is token `kept`."""
 
@@ -190,12 +185,11 @@ class ChatFormat:
         conversations: Sequence[tuple[int, Conversation]],
     ) -> Context:  # fmt: skip
         shown = ShownImages(self._images)
-        checked, offered = checked_messages(messages, shown), checked_tools(tools, shown)
-        # what a message with images says is told by their digests, as well as by their long texts
-        given = [one if DIGESTS in one else message for one, message in zip(checked, messages, strict=True)]
-        prints = tuple(map(fingerprint, checked, given))
-        named = digest(offered)
-        if found := continued(prints, named, conversations):
+        # images have to be read again: their bytes are wanted in each turn
+        earlier = () if self._images else (conversation.chat for _, conversation in conversations)
+        chat, offered = read_chat(messages, shown, earlier), checked_tools(tools, shown)
+        checked, named = chat.checked, digest(offered)
+        if found := continued(chat.prints, named, conversations):
             number, part = found
             repeated, boundary = len(part.messages), part.boundaries[-1]
             tail = self._tails.tail(checked[: repeated - 1], boundary.answer, checked[repeated:], offered)
@@ -204,10 +198,10 @@ class ChatFormat:
                 added, images = shown.expanded(behind, checked[repeated:])
                 opens = self._reader.opens_reasoning(tail)
                 tokens = np.array(added, np.int32)
-                return Context(number, kept, tokens, opens, part, prints[repeated:], images)
+                return Context(number, kept, tokens, opens, part, chat, images)
         prompt = self._prompt(checked, offered, shown)
         images = shown.with_data(prompt.images)
-        return Context(None, 0, prompt.token_ids, prompt.in_reasoning, Conversation(named), prints, images)
+        return Context(None, 0, prompt.token_ids, prompt.in_reasoning, Conversation(named), chat, images)
 
     def _joined(self, tail: list[int], boundary: Boundary) -> tuple[int, list[int]]:
         """Return how many tokens of the strand are kept, and those that follow them.

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -18,23 +17,24 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 """Names under which clients keep the reasoning of a message."""
 WITHOUT_MEANING = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS))
 """Keys of a message that are compared by rules of their own, or not at all."""
-MESSAGES_REMEMBERED = 16_384
-REMEMBERED_CHARACTERS = 2048
-"""Longest texts of messages whose fingerprints are remembered: at most some tens of megabytes."""
 _ENCODER = json.JSONEncoder(sort_keys=True)
 
 
 def checked_messages(
-    messages: Sequence[ChatMessage], shown: ShownImages | None = None
-) -> list[dict[str, JSON]]:
+    messages: Sequence[ChatMessage], shown: ShownImages | None = None,
+    known: Sequence[dict[str, JSON]] = (),
+) -> list[dict[str, JSON]]:  # fmt: skip
     """Return messages in the one form that templates know. Raises `MessagesError`, which names what is wrong.
+
+    The first of them may be `known` in this form.
 
     Content becomes text: parts are joined, and None is empty. Arguments of tool calls become objects where
     they are JSON of one. Images are read by `shown`; without it there may be none."""
     shown = shown or ShownImages()
     if not messages:
         raise MessagesError("a chat without messages cannot be answered")
-    checked = [_checked(message, f"message {number}", shown) for number, message in enumerate(messages)]
+    new = enumerate(messages[len(known) :], len(known))
+    checked = [*known, *(_checked(message, f"message {number}", shown) for number, message in new)]
     lengths = [len(str(message["content"])) for message in checked]
     if sum(lengths) > MOST_CHARACTERS:
         longest = max(lengths)
@@ -156,23 +156,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(message: Mapping[str, JSON], original: ChatMessage) -> Fingerprint:
-    """Return the fingerprint of a checked message; `original` is how it was given.
-
-    A chat repeats all its messages in each turn: those of short texts are looked up."""
-    pairs, originals = tuple(message.items()), tuple(original.items())
-    if all(isinstance(value, str) and len(value) <= REMEMBERED_CHARACTERS for _, value in pairs + originals):
-        return _remembered_fingerprint(pairs, originals)
-    return _computed_fingerprint(message, original)
-
-
-@lru_cache(MESSAGES_REMEMBERED)
-def _remembered_fingerprint(
-    message: tuple[tuple[str, JSON], ...], original: tuple[tuple[str, JSON], ...]
-) -> Fingerprint:
-    return _computed_fingerprint(dict(message), dict(original))
-
-
-def _computed_fingerprint(message: Mapping[str, JSON], original: ChatMessage) -> Fingerprint:
+    """Return the fingerprint of a checked message; `original` is how it was given."""
     calls = message.get("tool_calls")
     reasoning = message.get("reasoning_content")
     meaning: list[JSON] = [

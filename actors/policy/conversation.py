@@ -1,11 +1,12 @@
 """Which strand a chat continues: message by message, so that sampled tokens are never tokenised again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actors.episodes.task import ChatMessage
 from actors.policy.chat_messages import Fingerprint, checked_messages, own_fingerprint
+from actors.policy.read_chat import ReadChat
 
 
 class Boundary(NamedTuple):
@@ -34,9 +35,13 @@ class Conversation:
     """Numbers of messages that were repeated in another way of writing."""
     realigned: frozenset[int] = frozenset()
     """Numbers of answers that were repeated without reasoning, or as plain text."""
+    chat: ReadChat = field(default_factory=ReadChat)
+    """The messages as they were given last, with the answer to them."""
 
     def shared(self, messages: Sequence[Fingerprint]) -> "Conversation | None":
         """Return this conversation up to the last answer that `messages` repeat; None where there is none."""
+        if tuple(messages[: len(self.messages)]) == self.messages and self.boundaries:
+            return self  # nearly always: it takes the same time in each turn of a long chat
         repeated, healed, realigned = 0, set(self.healed), set(self.realigned)
         for kept, given in zip(self.messages, messages, strict=False):
             likeness = kept.likeness(given)
@@ -55,25 +60,32 @@ class Conversation:
             boundaries,
             frozenset(number for number in healed if number < count),
             frozenset(number for number in realigned if number < count),
+            self.chat,
         )
 
     def answered(
-        self, messages: Sequence[Fingerprint], answer: ChatMessage, text: str, *,
+        self, chat: ReadChat, answer: ChatMessage, text: str, *,
         tokens: int, closed_by: int | None,
     ) -> "Conversation":  # fmt: skip
-        """Return the conversation with further `messages` and the policy's answer to them.
+        """Return the conversation with what a `chat` says beyond it, and the policy's answer to that.
 
         Args:
-            messages: what was said since.
+            chat: all messages, as they are given now.
             answer: the policy's answer as a message.
             text: all that it wrote.
             tokens: number of tokens up to its end.
             closed_by: the token by which the policy ended it, if it did."""
         [checked] = checked_messages([answer])
-        all_messages = (*self.messages, *messages, own_fingerprint(checked, answer, text))
+        own = own_fingerprint(checked, answer, text)
+        all_messages = (*self.messages, *chat.prints[len(self.messages) :], own)
         boundary = Boundary(len(all_messages), tokens, closed_by, checked)
         return Conversation(
-            self.tools, all_messages, (*self.boundaries, boundary), self.healed, self.realigned
+            self.tools,
+            all_messages,
+            (*self.boundaries, boundary),
+            self.healed,
+            self.realigned,
+            chat.followed_by(answer, checked, own),
         )
 
     @property

@@ -1,6 +1,7 @@
 """The policy as an environment sees it: chat or tokens in, completions out, everything recorded."""
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
@@ -16,7 +17,6 @@ from actors.engines.base import (
     Generation,
     GenerationRequest,
     Sampling,
-    TellsContext,
 )
 from actors.engines.continued_generation import joined, next_piece
 from actors.episodes.agents import DEFAULT_AGENT, policy_of
@@ -120,7 +120,9 @@ class Policy:
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
         call = self._call(agent, policy, sampling, trainable)
-        if isinstance(engine := self._engine_of(call.policy), AnswersChats):
+        engine = self._engine_of(call.policy)
+        # isinstance of a Protocol takes a tenth of a turn's time
+        if hasattr(engine, "chat") and isinstance(engine, AnswersChats):
             begun_by = [{"role": "assistant", "content": prefix}] if prefix else []
             return await self._answered_in_text(engine, [*messages, *begun_by], tools, call)
         known = [(s.number, s.conversation) for s in self._of(call) if s.conversation is not None]
@@ -129,7 +131,9 @@ class Policy:
             raise MessagesError("the chat template has the model think first: its answer cannot be begun")
         begun, images = self._begun(context)
         given = await self._format.in_thread(self._format.encode, prefix) if prefix else []
-        strand, generation = await self._complete([*begun, *context.added.tolist(), *given], call, images)
+        begun.frombytes(context.added.tobytes())
+        begun.extend(given)
+        strand, generation = await self._complete(begun, call, images)
         answer_end = len(strand.tokens)
         try:
             text, answer = await self._format.read(
@@ -143,7 +147,7 @@ class Policy:
             raise
         completion = _completion(text, answer, generation, call, answer_end - len(generation.token_ids))
         strand.conversation = context.conversation.answered(
-            context.messages,
+            context.chat,
             completion.message,
             text,
             tokens=answer_end,
@@ -151,10 +155,10 @@ class Policy:
         )
         return completion
 
-    def _begun(self, context: Context) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    def _begun(self, context: Context) -> tuple["array[int]", tuple[PlacedImage, ...]]:
         """Return the tokens that a context begins with, and all of its images."""
         if context.strand is None:
-            return [], context.images
+            return array("i"), context.images
         strand, kept = self._strands[context.strand], context.kept
         before = (image for image in strand.images if image.start < kept)
         return strand.tokens[:kept], (*before, *(image.moved(kept) for image in context.images))
@@ -171,7 +175,7 @@ class Policy:
         unknown = np.zeros(len(token_ids), np.float32)
         generation = Generation(token_ids, unknown, unknown.astype(np.int32), reply.finish_reason)
         self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, None))
-        strand.extend(prompt, generation, replace(call, trainable=False), images)
+        strand.extend(array("i", prompt), generation, replace(call, trainable=False), images)
         calls = tuple(ToolCall(*parts) for parts in reply.tool_calls)
         answer = ParsedAnswer(reply.content, reply.reasoning, calls, ())
         return _completion(text, answer, generation, call, len(prompt))
@@ -182,9 +186,9 @@ class Policy:
     ) -> Completion:  # fmt: skip
         """Continue tokens; images are those of the trajectory that they continue. Raises EngineError."""
         call = self._call(agent, policy, sampling, trainable)
-        strands = (s for s in self._of(call) if list(token_ids[: len(s.tokens)]) == s.tokens)
-        known = next(strands, None)
-        return await self._read_plainly(token_ids, call, () if known is None else known.images)
+        asked = array("i", token_ids)
+        known = next((s for s in self._of(call) if asked[: len(s.tokens)] == s.tokens), None)
+        return await self._read_plainly(asked, call, () if known is None else known.images)
 
     async def go_on(
         self, completion: Completion, text: str, *, sampling: Sampling | None = None, trainable: bool = True
@@ -197,7 +201,7 @@ class Policy:
             raise EpisodeError(f"completion {completion.number} is the last one of no trajectory")
         added = await self._format.in_thread(self._format.encode, text)
         call = self._call(strand.agent, strand.policy, sampling, trainable)
-        return await self._read_plainly([*strand.tokens, *added], call, strand.images)
+        return await self._read_plainly(strand.tokens + array("i", added), call, strand.images)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
         """Return the tokens of a chat up to where the policy would answer, recording nothing.
@@ -266,7 +270,7 @@ class Policy:
         return call
 
     async def _read_plainly(
-        self, token_ids: Sequence[int], call: Call, images: tuple[PlacedImage, ...]
+        self, token_ids: "array[int]", call: Call, images: tuple[PlacedImage, ...]
     ) -> Completion:
         """Continue tokens with text that is neither reasoning nor a call in the model's own way."""
         _, generation = await self._complete(token_ids, call, images)
@@ -274,7 +278,7 @@ class Policy:
         return _completion(text, ParsedAnswer(text, None, (), ()), generation, call, len(token_ids))
 
     async def _complete(
-        self, token_ids: Sequence[int], call: Call, images: tuple[PlacedImage, ...]
+        self, token_ids: "array[int]", call: Call, images: tuple[PlacedImage, ...]
     ) -> tuple[Strand, Generation]:
         """Sample what follows `token_ids`, and record both in the strand that they continue, or in a new one.
 
@@ -350,18 +354,14 @@ class Policy:
         digest = blake2b(name.encode(), digest_size=8).digest()
         return replace(call.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
-    def _experts_from(
-        self, call: Call, token_ids: Sequence[int], images: Sequence[PlacedImage]
-    ) -> int | None:
+    def _experts_from(self, call: Call, token_ids: "array[int]", images: Sequence[PlacedImage]) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""
         if not self._routed_experts or call.policy in self._others.opponents:
             return None
         strand = self._continued(call, token_ids, images)
         return 0 if strand is None else sum(map(len, strand.routed))
 
-    def _continued(
-        self, call: Call, token_ids: Sequence[int], images: Sequence[PlacedImage]
-    ) -> Strand | None:
+    def _continued(self, call: Call, token_ids: "array[int]", images: Sequence[PlacedImage]) -> Strand | None:
         """Return the newest strand that `token_ids` with these images continues."""
         return next((strand for strand in self._of(call) if strand.begins(token_ids, images)), None)
 
@@ -372,7 +372,8 @@ class Policy:
 
 
 def _fitted(request: GenerationRequest, engine: Engine) -> GenerationRequest:
-    longest = engine.longest_context if isinstance(engine, TellsContext) else None
+    # isinstance of a Protocol takes long here, too
+    longest: int | None = getattr(engine, "longest_context", None)
     if longest is None:
         return request
     room = longest - len(request.token_ids)

@@ -10,9 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 import numpy as np
+from xxhash import xxh3_128
 
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest
 from actors.policy.strand import Call
@@ -53,10 +53,10 @@ class SampledTurn:
 def context_of(call: Call, request: GenerationRequest) -> bytes:
     """Return a digest of what a completion depends on, besides the weights and the seed."""
     asked = call.agent, call.policy, replace(request.sampling, seed=None), request.experts_from
-    digest = blake2b(repr(asked).encode(), digest_size=16)
+    digest = xxh3_128(repr(asked).encode())
     for image in request.images:
         digest.update(f"{image.digest} at {image.start}".encode())
-    digest.update(np.asarray(request.token_ids, np.int32).tobytes())
+    digest.update(np.asarray(request.token_ids, np.int32).data)
     return digest.digest()
 
 

@@ -1,9 +1,9 @@
 """One trajectory while it grows: a context and what was sampled in it, token by token as the engine said."""
 
 import sys
+from array import array
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from bus.trajectory import End, FinishReason, Turn
 
 ENDS: dict[FinishReason, End] = {"stop": "completed", "length": "length", "abort": "cancelled"}
 """How a trajectory ended, by its last turn, where the environment does not say."""
-COMPARED = 1024
-"""Tokens that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,9 @@ class Strand:
     """The earlier strand that its context departs from, if any."""
     conversation: Conversation | None = None
     """The chat so far, if it is one."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    """An array, which compares and copies in a moment and has 4 bytes a token: a context of 128k tokens is
+    compared and copied in each turn."""
     sampled: list[tuple[int, Call, Generation]] = field(default_factory=list)
     """Completions, where they start and how they were asked for."""
     images: tuple[PlacedImage, ...] = ()
@@ -63,13 +63,13 @@ class Strand:
         pieces = (generation.routed_experts for _, _, generation in self.sampled)
         return [piece for piece in pieces if piece is not None]
 
-    def begins(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> bool:
+    def begins(self, prompt: "array[int]", images: Sequence[PlacedImage]) -> bool:
         """Tell whether a context with these images continues the tokens so far."""
         shared = tuple(image for image in images if image.start < len(self.tokens))
-        return list(prompt[: len(self.tokens)]) == self.tokens and shared == self.images
+        return prompt[: len(self.tokens)] == self.tokens and shared == self.images
 
     def extend(
-        self, prompt: Sequence[int], generation: Generation, call: Call,
+        self, prompt: "array[int]", generation: Generation, call: Call,
         images: tuple[PlacedImage, ...] = (),
     ) -> None:  # fmt: skip
         """Append what `prompt` adds to the tokens so far, and a completion. `images` are all of `prompt`."""
@@ -174,7 +174,7 @@ def _turn(span: slice, call: Call, generation: Generation, reward: float | None)
 
 
 def forked_from(
-    token_ids: Sequence[int], strands: Sequence[Strand], images: Sequence[PlacedImage] = ()
+    token_ids: "array[int]", strands: Sequence[Strand], images: Sequence[PlacedImage] = ()
 ) -> Fork | None:
     """Return where a context departs from one of `strands`: from the one that it shares most tokens with.
 
@@ -197,10 +197,8 @@ def _other_image(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> in
     return next(differing, sys.maxsize)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _shared(one: "array[int]", other: "array[int]") -> int:
     """Return the number of tokens that both begin with."""
-    begin = 0
-    while (piece := list(one[begin : begin + COMPARED])) and piece == list(other[begin : begin + COMPARED]):
-        begin += len(piece)
-    pairs = zip(piece, other[begin : begin + COMPARED], strict=False)
-    return begin + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(np.asarray(one)[:length] != np.asarray(other)[:length])
+    return int(differing[0]) if len(differing) else length

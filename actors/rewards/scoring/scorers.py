@@ -83,16 +83,16 @@ class Scorer:
 
         An answer on which the reward fails twice, and not on the label and the newest other answer, has the
         lowest one. A reward that raises a RewardError itself says who is to blame."""
-        lowest = self._scores.lowest(self._lowest)
         others = [control_of(answer), *([] if self._newest is None else [self._newest])]
         found: Scored | Late | RewardError | Failure
-        if lowest is None:
+        if self._lowest is None:
             found = await self.tried(answer)
         else:  # it is tried again, since its server may have been away the first time
             found = await judged(self.tried, answer, controls=others)
         if isinstance(found, RewardError):
             raise found
         if isinstance(found, Failure):
+            lowest = self._scores.lowest(self._lowest)
             if lowest is None or not _is_to_blame(found, self._newest):
                 raise found.error
             return Scored(lowest, fault=f"{found.error}; it works on another answer")
@@ -228,8 +228,9 @@ class GroupScorer:
         An answer with which the reward fails twice in a group of controls, and not on the controls alone nor
         on the newest group, has the lowest one; the others are scored with its control in its place. Where
         that holds for each answer of the group, another group must have been scored before."""
-        found, lowest = await self._tried(answers), self._scores.lowest(self._lowest)
+        found = await self._tried(answers)
         if isinstance(found, RewardError):
+            lowest = self._scores.lowest(self._lowest)
             if lowest is None:
                 raise found
             return await self._scored_by_fault(answers, found, lowest)

@@ -94,7 +94,7 @@ async def test_a_completion_cut_short_after_its_last_token_is_not_asked_for_agai
 async def test_a_turn_answers_no_question_that_was_asked_otherwise(changes):
     left = await interrupted(SAMPLING)
     trajectory, requests, turns = await went_on(left, replace(SAMPLING, **changes))
-    assert requests[0].token_ids == PROMPT
+    assert list(requests[0].token_ids) == PROMPT
     assert (set(trajectory.policy_versions.tolist()), dict(turns.counts)) == ({-1, 3}, {})
 
 

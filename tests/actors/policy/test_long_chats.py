@@ -1,0 +1,78 @@
+"""A turn of a long chat costs what one of a short chat does, but for copies of its tokens."""
+
+import sys
+import threading
+from collections import Counter
+from copy import deepcopy
+from types import FrameType
+
+import pytest
+
+from actors.engines.base import Sampling
+from actors.policy.policy import Policy
+from tests.actors.policy.families import FAMILIES, TOOLS
+from tests.actors.scripted_engine import ScriptedEngine
+
+QWEN = FAMILIES["qwen3"]
+CALL = QWEN.write_calls([("add", {"a": 1})])
+TURNS = 30
+
+
+class Calls(Counter[int]):
+    """Counts the Python functions that are entered, in all threads, by turn."""
+
+    turn = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        self[self.turn] += event == "call"
+
+
+@pytest.fixture
+def calls():
+    counted = Calls()
+    threading.setprofile(counted)
+    sys.setprofile(counted)
+    yield counted
+    sys.setprofile(None)
+    threading.setprofile(None)
+
+
+def policy_that_says(text: str) -> Policy:
+    tokenizer = QWEN.tokenizer
+    answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return Policy(ScriptedEngine(lambda _: answer), tokenizer, Sampling(max_new_tokens=99))
+
+
+async def test_no_turn_reads_again_what_was_said_before(calls):
+    encode = QWEN.tokenizer.encode
+    answer = [
+        *encode(QWEN.write_calls([("add", {"a": 1})]), add_special_tokens=False),
+        QWEN.tokenizer.eos_token_id,
+    ]
+    policy = Policy(ScriptedEngine(lambda _: answer), QWEN.tokenizer, Sampling(max_new_tokens=99))
+    messages = [{"role": "user", "content": "one and one"}]
+    for turn in range(TURNS):
+        given = deepcopy(messages)  # as a client of the gateway repeats it: equal, and other objects
+        calls.turn = turn
+        completion = await policy.chat(given, tools=TOOLS)
+        calls.turn = -1
+        [call] = completion.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": "two" * 9}
+        messages += [completion.message, result]
+    [trajectory] = policy.trajectories(1.0)
+    assert (len(trajectory.turns), trajectory.metadata) == (TURNS, {})
+    assert calls[TURNS - 1] < 1.1 * calls[5]
+
+
+@pytest.mark.parametrize("part", [False, True])
+async def test_what_an_environment_changes_in_place_is_read_again(part):
+    policy = policy_that_says("two")
+    asked = {"role": "user", "content": [{"type": "text", "text": "one"}] if part else "one"}
+    completion = await policy.chat([asked])
+    if part:
+        asked["content"][0]["text"] = "three"
+    else:
+        asked["content"] = "three"
+    await policy.chat([asked, completion.message, {"role": "user", "content": "go on"}])
+    _, second = policy.trajectories(1.0)
+    assert "three" in QWEN.tokenizer.decode(second.token_ids)
