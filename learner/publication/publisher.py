@@ -14,7 +14,7 @@ import structlog
 
 from bus.codec import Json, encode
 from bus.connection import Bus
-from bus.errors import BusError, FencedError
+from bus.errors import BusError, FencedError, StorageError
 from bus.messages import (
     AdaptedBase,
     BlobRef,
@@ -48,6 +48,12 @@ SAME_SNAPSHOT_PAUSE_S = 60.0
 """Seconds between two of the same version, all of whose bytes are there."""
 MOST_PINNED = 4
 """Versions that are kept for evaluations which nobody has answered yet."""
+KEPT_S = 60.0
+"""Seconds for which a version that is to stay is waited for, and more for a large one."""
+KEPT_COPIES = 3
+"""Snapshots that may be written until then: one before it, its file, and what actors fetch."""
+SLOWEST_BYTES_PER_S = 20_000_000
+"""Bandwidth below which a disk is taken for one that hangs."""
 POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
 LOOK_S = 1.0
@@ -184,9 +190,19 @@ class WeightPublisher:
 
     async def kept_written(self) -> None:
         """Wait until no version that is to stay is being written: a checkpoint behind it could not make it
-        again."""
-        if self._keeping:
-            await self.snapshots_written()
+        again. Raises `StorageError` where the disk takes as good as nothing."""
+        if not self._keeping:
+            return
+        slowest = min(SLOWEST_BYTES_PER_S, self._config.snapshot_bytes_per_s or SLOWEST_BYTES_PER_S)
+        limit_s = KEPT_S + KEPT_COPIES * self._announced_weights().size_bytes / slowest
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.snapshots_written()
+        except TimeoutError as error:
+            raise StorageError(
+                f"versions {sorted(self._keeping)} (learner.publication.keep_versions) are not written after "
+                f"{limit_s:.0f} s: look whether the disk of the run's directory still takes anything"
+            ) from error
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Publish a snapshot, until `stop`, when somebody cannot get the announced weights without one."""
@@ -303,16 +319,17 @@ class WeightPublisher:
         weights = self._announced_weights()
         version = weights.policy_version
 
-        async def write(content: Content) -> None:
+        async def write(content: Content) -> bool:
             try:
                 blob = await self._store.put(content, self._incarnation, version, "snapshot")
             except BusError as error:  # deltas lead on from the one before; a later version has the next
                 log.warning("snapshot_not_published", policy_version=version, reason=str(error))
-                return
+                return False
             async with self._one:
                 self._stored.add(blob)
                 await self._announce_snapshot(blob, version)
                 await self._retire()
+            return True
 
         if not self._snapshots.busy:
             self._snapshots.begin(weights, write)
@@ -344,7 +361,7 @@ class WeightPublisher:
         async def put(content: Content, *tokens: object) -> BlobRef:
             return await self._store.put(content, self._incarnation, *tokens)
 
-        async def write(content: Content) -> None:
+        async def write(content: Content) -> bool:
             blob = await self._kept.stored(version, content, put)
             async with self._one:
                 self._stored.add(blob)
@@ -352,6 +369,7 @@ class WeightPublisher:
                 self._keeping.discard(version)
                 latest = self._latest()
                 await self._announce_again(latest.snapshot, latest.snapshot_at, latest.deltas)
+            return True
 
         self._keeping.add(version)
         self._snapshots.begin(weights, write)

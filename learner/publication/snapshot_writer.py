@@ -76,8 +76,10 @@ class SnapshotWriter:
         """Tell whether a snapshot is being written or is about to be."""
         return not all(task.done() for task in self._begun)
 
-    def begin(self, weights: Weights, write: Callable[[Content], Awaitable[None]]) -> None:
-        """Have `write` store the content of the weights, whose tensors stay as they are until `release`."""
+    def begin(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
+        """Have `write` store the content of the weights, and tell whether it is announced.
+
+        Their tensors stay as they are until `release`."""
         held = HeldContent(weights, self._bytes_per_s)
         task = asyncio.create_task(self._write(held, write), name=f"snapshot {weights.policy_version}")
         self._begun[task] = held
@@ -109,12 +111,12 @@ class SnapshotWriter:
         await cancelled(*self._begun)
         self._begun.clear()
 
-    async def _write(self, held: HeldContent, write: Callable[[Content], Awaitable[None]]) -> None:
+    async def _write(self, held: HeldContent, write: Callable[[Content], Awaitable[bool]]) -> None:
         try:
             async with self._one:
                 began = time.perf_counter()
-                await write(held)
-                self._seconds += time.perf_counter() - began
+                if await write(held):
+                    self._seconds += time.perf_counter() - began
         finally:
             held.end()
 

@@ -310,6 +310,8 @@ class HttpBlobs:
         self._files = FileBlobs(directory, setting=SETTING + "serve_from")
         self._server = BlobServer(partial(file_in, directory), config, setting=SETTING + "port")
         self._tracker = PartTracker()
+        self._part_bytes: dict[str, int] = {}
+        """Size of the parts of each blob that is here, by its subject."""
         self._asked: list[Subscription] = []
 
     @property
@@ -329,7 +331,10 @@ class HttpBlobs:
         await self._bus.client.flush()  # it is heard before anybody is told of the URL
 
     async def _sources(self, asked: PartsAsked) -> list[Message]:
-        return [PartsFound(sources=self._tracker.sources(asked))]
+        part_bytes = self._part_bytes.get(asked.blob)
+        if part_bytes is None:
+            raise BusError(f"{asked.blob} is not here any more")
+        return [PartsFound(sources=self._tracker.sources(asked, part_bytes))]
 
     async def _admit(self, _: BlobAccessAsked) -> list[Message]:
         """Tell a reader what it needs. The bus lets only those ask who may have the weights."""
@@ -338,7 +343,9 @@ class HttpBlobs:
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Write the file; it is served at once."""
-        return await self._files.put(content, *tokens)
+        ref = await self._files.put(content, *tokens)
+        self._part_bytes[ref.subject] = ref.part_bytes
+        return ref
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Return whether all files are there."""
@@ -347,6 +354,7 @@ class HttpBlobs:
     async def delete(self, ref: BlobRef) -> None:
         """Remove the file."""
         await self._files.delete(ref)
+        self._part_bytes.pop(ref.subject, None)
 
     async def close(self) -> None:
         """Serve no longer."""

@@ -22,7 +22,9 @@ MOST_READERS = 8
 SILENT_S = 5.0
 """Seconds after which what a host was told to fetch is told to another, unless it is heard."""
 SLOW_S = 15.0
-"""Seconds after which a part that a host is still fetching is told to another too."""
+"""Seconds after which a part that a host is still fetching is told to another too; more for a large one."""
+SLOWEST_BYTES_PER_S = 2 << 20
+"""Bandwidth at which a host has to send a large part."""
 SERVED_S = 60.0
 """Seconds for which a host serves what it has after it was heard last."""
 AVOIDED_S = 60.0
@@ -65,18 +67,20 @@ class PartTracker:
         self._accusers: defaultdict[str, dict[str, float]] = defaultdict(dict)
         """Hosts for which a server failed, and until when that counts."""
 
-    def sources(self, asked: PartsAsked) -> tuple[PartSource, ...]:
+    def sources(self, asked: PartsAsked, part_bytes: int) -> tuple[PartSource, ...]:
         """Take note of what a host says, and return where it gets parts that it lacks, a few at a time.
 
         Raises `BusError` when there are too many hosts."""
         now = self._clock()
         self._forget(now)
         host = self._noted(asked, now)
+        if LACKED not in asked.have:
+            return ()
         others = [one for name, one in self._hosts[asked.blob, len(asked.have)].items() if name != asked.host]
         active = [one for one in others if now - one.heard_s < SILENT_S]
         load = Counter(url for one in active for url, _ in one.fetches.values())
         places = {one.url: one.place for one in others}
-        taken = _taken(host, active, places, now)
+        taken = _taken(host, active, places, now - SLOW_S - part_bytes / SLOWEST_BYTES_PER_S)
         serving = [one for one in others if one.url and self._may_ask(host, one.url, now)]
         lacking = [part for part, state in enumerate(asked.have) if state == LACKED]
         random.shuffle(lacking)  # so that hosts that begin together have different parts for each other
@@ -110,10 +114,9 @@ class PartTracker:
             host = known[asked.host] = _Host(asked.url, asked.access, place, asked.have, now)
         host.have, host.heard_s = asked.have, now
         host.fetches = {part: told for part, told in host.fetches.items() if asked.have[part] == FETCHED}
-        served = {ORIGIN, *(one.url for one in known.values())}
         host.avoids = {url: until for url, until in host.avoids.items() if until > now}
         for failed in asked.failed:
-            if failed.url not in served:  # no host was sent there lately
+            if failed.url and all(failed.url != one.url for one in known.values()):  # nobody was sent there
                 continue
             host.avoids[failed.url] = now + (AVOIDED_S if failed.url else ORIGIN_AVOIDED_S)
             if failed.url:
@@ -139,13 +142,15 @@ class PartTracker:
                 del self._accusers[url]
 
 
-def _taken(host: _Host, active: list[_Host], places: Mapping[str, str], now: float) -> set[int]:
-    """Return the parts that others fetch for the place of `host`, or from the learner for all."""
+def _taken(host: _Host, active: list[_Host], places: Mapping[str, str], slow_s: float) -> set[int]:
+    """Return the parts that others fetch for the place of `host`, or from the learner for all.
+
+    Those are not meant that they fetch since before `slow_s`."""
     return {
         part
         for one in active
         for part, (url, since_s) in one.fetches.items()
-        if one.url and now - since_s < SLOW_S
+        if one.url and since_s > slow_s
         and (url == ORIGIN or (one.place == host.place and places.get(url) != host.place))
     }  # fmt: skip
 

@@ -36,14 +36,12 @@ from storage.weights.blob_http import (
 from storage.weights.blob_parts import part_range
 from storage.weights.local_model import take_parts
 from storage.weights.new_memory import copied, lend, new_memory, take_back
-from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S
+from storage.weights.part_tracker import FETCHED, HAD, LACKED, SERVED_S, SLOWEST_BYTES_PER_S
 from storage.weights.tensors import MAX_HEADER_BYTES
 
 log = structlog.get_logger()
 PEER_S = 30.0
 """Seconds after which a part is fetched elsewhere, and more for a large one."""
-SLOWEST_BYTES_PER_S = 2 << 20
-"""Bandwidth at which a host has to send a large part."""
 POLL_S = 0.1
 """Seconds until the learner is asked again where parts are, unless one has come."""
 MODEL_TRIES = 2
@@ -66,6 +64,8 @@ class HeldBlob:
         lend(self.data)
         self.states = bytearray(ref.parts)
         self.filling = asyncio.Lock()
+        self.readers = 0
+        """Readers that wait for it to be whole, or copy it."""
         self.is_taken = False
         """Whether a reader has it, whose tensors lie in this memory."""
         self.used_s = time.monotonic()
@@ -120,17 +120,24 @@ class Swarm:
         held = self._held.get(name)
         if held is None or held.ref != ref:
             held = self._held[name] = HeldBlob(ref)
-        async with held.filling:
-            if not held.is_whole:
-                model = self._config.model if self._model_tries and not any(held.states) else None
-                self._model_tries -= model is not None
-                with shown_fetch(ref) as advance:
-                    await _Fetch(self._bus, held, self._asked, advance).run(model)
-            held.used_s = time.monotonic()
-            # the memory goes back with the tensors of one reader, so the next ones have memory of their own
-            data = await asyncio.to_thread(copied, held.data) if held.is_taken else held.data
-            held.is_taken = True
-        self._forget()
+        held.readers += 1
+        try:
+            async with held.filling:
+                return await self._filled(held)
+        finally:
+            held.readers -= 1
+            self._forget()
+
+    async def _filled(self, held: HeldBlob) -> Data:
+        if not held.is_whole:
+            model = self._config.model if self._model_tries and not any(held.states) else None
+            self._model_tries -= model is not None
+            with shown_fetch(held.ref) as advance:
+                await _Fetch(self._bus, held, self._asked, advance).run(model)
+        held.used_s = time.monotonic()
+        # the memory goes back with the tensors of one reader, so the next ones have memory of their own
+        data = await asyncio.to_thread(copied, held.data) if held.is_taken else held.data
+        held.is_taken = True
         return data
 
     def _asked(self, held: HeldBlob, failed: tuple[PartFailed, ...]) -> PartsAsked:
@@ -142,7 +149,7 @@ class Swarm:
     def _forget(self) -> None:
         """Keep what others may be told to take from here, as far as there is room, and look again then."""
         now, size_bytes = time.monotonic(), sum(held.size_bytes for held in self._held.values())
-        idle = [name for name, held in self._held.items() if not held.filling.locked()]
+        idle = [name for name, held in self._held.items() if not held.readers]
         for name in idle:
             held = self._held[name]
             is_over = now - held.used_s > SERVED_S

@@ -1,13 +1,14 @@
 """Bytes of any size on a stream."""
 
 import os
+import tracemalloc
 
 import pytest
 
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import BlobRef
-from bus.streams.blob_store import CHUNK_BYTES, delete_blob, get_blob, put_blob
+from bus.streams.blob_store import CHUNK_BYTES, delete_blob, get_blob, in_chunks, put_blob
 from bus.streams.publish import Publisher
 from tests.conftest import Connect
 
@@ -29,6 +30,18 @@ async def test_blob_survives_the_round_trip(bus: Bus, connect: Connect, size: in
     assert ref.chunks == max(1, -(-size // CHUNK_BYTES))
     async with connect("reader") as reader:
         assert await get_blob(reader, ref) == data
+
+
+def test_content_is_copied_once_as_it_is_cut_into_chunks():
+    pieces = (bytes(1 << 20) for _ in range(32))
+    tracemalloc.start()
+    try:
+        cut = in_chunks(pieces)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert cut.size_bytes == 32 << 20
+    assert peak < 1.3 * cut.size_bytes
 
 
 @pytest.mark.nats

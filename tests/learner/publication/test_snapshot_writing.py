@@ -15,6 +15,7 @@ from actors.weights.received import Receiver
 from bus.errors import BusError, StorageError
 from bus.messages import AdaptedBase, PolicyManifest, SnapshotWanted
 from learner.config.publication import PublicationConfig
+from learner.publication import publisher as publication
 from learner.publication import snapshot_writer
 from learner.publication.announcement import AdapterBase
 from learner.publication.publisher import WeightPublisher
@@ -145,6 +146,7 @@ async def test_a_snapshot_that_cannot_be_written_leaves_the_one_before_and_the_n
     await assert_arrives(bus, publisher.latest)
     disk.fails = False
     await publish(publisher, host, 4)
+    assert "time/snapshot_s" not in publisher.figures, "none is announced yet"
     await publisher.snapshots_written()
     assert publisher.latest.snapshot_at == 4
     assert not list(disk.directory.glob(".tmp-*"))
@@ -158,6 +160,17 @@ async def test_a_version_that_is_to_stay_and_cannot_be_written_ends_the_learner(
         await publish(publisher, host, version)
     with pytest.raises((BusError, StorageError), match="No space left"):
         await publisher.snapshots_written()
+
+
+@pytest.mark.nats
+async def test_a_disk_that_hangs_is_waited_for_a_bounded_time_and_named(publisher, disk, monkeypatch):
+    monkeypatch.setattr(publication, "KEPT_S", 0.01)
+    host = Host()
+    for version in (0, 3):
+        await publish(publisher, host, version)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(StorageError, match=r"versions \[3\] .*keep_versions.* not written after 0 s"):
+            await publisher.kept_written()
 
 
 @pytest.mark.nats

@@ -76,9 +76,9 @@ async def test_an_answer_that_names_a_stranger_brings_none_of_its_bytes(actor: B
     url = await stranger.start(actor)
     honest, numbers = origin._tracker.sources, (0, -1, *range(PARTS), PARTS, 1 << 40)
 
-    def forged(asked: PartsAsked) -> tuple[PartSource, ...]:
+    def forged(asked: PartsAsked, part_bytes: int) -> tuple[PartSource, ...]:
         named = (PartSource(part=part, url=url, access=stranger.access) for part in numbers)
-        return (*honest(asked), *named)
+        return (*honest(asked, part_bytes), *named)
 
     origin._tracker.sources = forged  # type: ignore[method-assign]
     swarm = Swarm(actor, PeerConfig())

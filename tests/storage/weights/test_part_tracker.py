@@ -18,11 +18,12 @@ class Run:
     def __init__(self):
         self.now_s = 0.0
         self.tracker = PartTracker(lambda: self.now_s)
+        self.part_bytes = 0
 
     def ask(self, host, have, *failed):
         """Where the host is told to get each part."""
         asked = PartsAsked(blob="b", host=host, url=host, have=bytes(have), failed=failed)
-        return {source.part: source.url for source in self.tracker.sources(asked)}
+        return {source.part: source.url for source in self.tracker.sources(asked, self.part_bytes)}
 
 
 @pytest.fixture
@@ -54,6 +55,29 @@ def test_what_a_host_fetches_is_told_to_another_if_it_falls_silent_or_is_slow(ru
         run.now_s += 1
         run.ask(HERE + "2", [2, 1, 1])
     assert run.ask(HERE + "3", [0, 1, 1]) == {0: ORIGIN}
+
+
+def test_a_large_part_is_not_told_to_another_as_long_as_its_host_may_take(run):
+    run.part_bytes = 20 * part_tracker.SLOWEST_BYTES_PER_S
+    run.ask(HERE + "1", [0, 1, 1])
+    told = {}
+    while not told and run.now_s < 100:
+        run.now_s += 1
+        run.ask(HERE + "1", [2, 1, 1])
+        told = run.ask(HERE + "2", [0, 1, 1])
+    assert told == {0: ORIGIN}
+    assert run.now_s == part_tracker.SLOW_S + 20
+
+
+def test_a_host_that_lacks_nothing_costs_no_look_at_the_others(run):
+    class NeverRead:
+        heard_s = 0.0
+
+    run.ask(HERE + "1", [1, 1, 1])
+    run.tracker._hosts["b", PARTS]["another"] = NeverRead()
+    assert run.ask(HERE + "1", [1, 1, 1]) == {}
+    with pytest.raises(AttributeError):
+        run.ask(HERE + "1", [0, 1, 1])
 
 
 def test_a_server_is_avoided_by_whom_it_failed_and_by_all_when_two_accuse_it(run):

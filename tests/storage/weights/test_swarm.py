@@ -5,6 +5,7 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -13,7 +14,6 @@ import xxhash
 from structlog.testing import capture_logs
 
 from bus.errors import BusError
-from bus.messages import BlobRef
 from bus.weight_requests import BlobAccess, PartsAsked, PartsFound
 from storage.settings.weights_transport import HttpTransport, PeerConfig
 from storage.weights import blob_http, blob_parts, blob_sources, swarm
@@ -115,13 +115,11 @@ async def test_fetch_goes_on_by_part_where_it_was_interrupted(origin, host, tmp_
         assert await one.get(ref) == data
     assert origin.sent_bytes == len(data)
     path.unlink()
+    await one.close()
     with pytest.raises(BusError, match="404"):
-        await asyncio.wait_for(host(serve=False).get(ref_without_hosts(ref)), TIMEOUT_S)
-
-
-def ref_without_hosts(ref):
-    """The same blob under another name, which nobody has."""
-    return BlobRef(**{name: getattr(ref, name) for name in BlobRef.__slots__} | {"subject": "nobody"})
+        await asyncio.wait_for(host(serve=False).get(ref), TIMEOUT_S)
+    with pytest.raises(BusError, match="nobody is not here any more"):
+        await asyncio.wait_for(host().get(replace(ref, subject="nobody")), TIMEOUT_S)
 
 
 def alike_by_xxh3():
@@ -279,6 +277,19 @@ async def test_weights_are_kept_a_while_for_others_only_in_bounded_memory(origin
         for ref in refs:
             await one.get(ref)
     assert list(one._held) == [file_name(refs[2])]
+
+
+async def test_what_two_read_at_a_time_is_not_forgotten_between_them(origin, host):
+    data = [os.urandom(3 * BLOCK) for _ in range(2)]
+    refs = [await origin.put([one], "one", n) for n, one in enumerate(data)]
+    one = host()
+    async with asyncio.timeout(TIMEOUT_S):
+        for ref in refs:
+            await one.get(ref)
+        one._config, sent = PeerConfig(host="127.0.0.1", keep_bytes=0), origin.sent_bytes
+        assert await asyncio.gather(one.get(refs[0]), one.get(refs[0])) == [data[0]] * 2
+    assert origin.sent_bytes == sent, "the second would write where the first one's tensors are"
+    assert list(one._held) == [file_name(refs[1])]
 
 
 async def test_tensors_of_one_reader_stay_when_another_readers_go(origin, host):
