@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import nan
 from typing import Self
 
 import nats.errors
@@ -269,9 +270,20 @@ class RunMonitor:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Return the tokens that all actors generate per second, without silent ones."""
-        rates = (number(actor.status.values, "generated_tokens_per_s") for actor in self.actors())
-        return sum(rate for rate in rates if rate == rate)
+        """Return the tokens that all actors generate per second, without silent ones; NaN where none is
+        heard."""
+        rates = [number(actor.status.values, "generated_tokens_per_s") for actor in self.actors()]
+        return sum(rate for rate in rates if rate == rate) if rates else nan
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Return the tokens that the learner trains on per second; NaN where it is not heard."""
+        learner = self._latest.get("learner")
+        return (
+            nan
+            if learner is None or self.silent_s(learner)
+            else number(learner.status.values, "trained_tokens_per_s")
+        )
 
     @property
     def recent_ends(self) -> dict[str, int]:

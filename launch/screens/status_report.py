@@ -16,7 +16,7 @@ from launch.run_view.status_texts import (
 )
 from launch.run_view.units import UNKNOWN, count, duration, since, size
 from launch.run_view.waiting_reasons import problems, waits
-from storage.metrics.records import integer, number
+from storage.metrics.records import integer
 
 WIDTH = 80
 LABEL = 11
@@ -151,17 +151,16 @@ def _episodes(state: RunState) -> Report:
 
 def _rates(state: RunState) -> Report:
     """Return rates over the learner's recent steps; tokens are those of the last second or step."""
-    steps, learner = [*state.monitor.history.steps.values()], state.monitor.values("learner")
+    steps = [*state.monitor.history.steps.values()]
     per_minute = trajectories = None
     if len(steps) > 1 and (seconds := steps[-1].time_s - steps[0].time_s) > 0:
         per_minute = 60 * (len(steps) - 1) / seconds
         trajectories = 60 * sum(one.trajectories for one in steps[1:]) / seconds
-    trained = number(learner, "trained_tokens_per_s")
-    generated = state.monitor.generated_tokens_per_s if state.of_role("actor") else None
+    trained, generated = state.monitor.trained_tokens_per_s, state.monitor.generated_tokens_per_s
     return {
         "steps_per_minute": per_minute,
         "trained_trajectories_per_minute": trajectories,
-        "generated_tokens_per_minute": None if generated is None else 60 * generated,
+        "generated_tokens_per_minute": 60 * generated if generated == generated else None,
         "trained_tokens_per_minute": 60 * trained if trained == trained else None,
         "until_s": state.trained_s,
     }

@@ -124,7 +124,7 @@ def _bus(monitor: RunMonitor) -> str:
 
 
 def _rows(monitor: RunMonitor) -> Iterator[Text]:
-    learner, last = monitor.values("learner"), monitor.history.last
+    last = monitor.history.last
     if away := _bus(monitor):
         yield _row("bus", away)
     for name, policy in monitor.policies.items():
@@ -135,7 +135,7 @@ def _rows(monitor: RunMonitor) -> Iterator[Text]:
     if monitor.settings.steps or monitor.history.evaluations:
         yield _row("held-out", _held_out(monitor))
     yield from (_row(label, text) for label, text in _measured(monitor))
-    trained = count(number(learner, "trained_tokens_per_s"))
+    trained = count(monitor.trained_tokens_per_s)
     mfu = f", MFU {fraction(last.mfu)}" if last and isfinite(last.mfu) else ""
     yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained{mfu}")
     if monitor.settings.steps:
@@ -395,7 +395,7 @@ def status_line(monitor: RunMonitor) -> str:
     groups = f"groups {integer(storage, 'rolling_out')} rolling out, {integer(storage, 'stored')} stored"
     trains_on_rollouts = settings.steps > 0 and monitor.stage in ("rl", "done")
     generated = f"{count(monitor.generated_tokens_per_s)} generated, " if settings.has_rollouts else ""
-    trained = count(number(monitor.values("learner"), "trained_tokens_per_s"))
+    trained = count(monitor.trained_tokens_per_s)
     absent, ends = ", ".join(monitor.absent_roles), ends_text(monitor.recent_ends)
     parts = [
         f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",

@@ -27,6 +27,7 @@ from launch.settings.run_config import validate
 from launch.trajectories.facts import RATIOS
 from launch.trajectories.search import TrajectoryFilter
 from launch.trajectories.sources import BusTrajectories, StoredTrajectories, TrajectorySource
+from soak.link import HOST, faulty_link
 from storage.model_files.packed_files import bundle
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
@@ -128,6 +129,34 @@ async def test_it_follows_until_it_is_stopped(stores: list[ReplayStore], where: 
         await following
     assert [one["lease_id"] for one in shown[:1]] == [0]
     assert sorted(one["lease_id"] for one in shown[1:]) == [1, 1, 2, 2]
+
+
+@pytest.mark.nats
+async def test_a_connection_that_is_cut_is_told_once_and_what_came_meanwhile_is_shown_after_it(
+    stores: list[ReplayStore], server: NatsServer, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("launch.trajectories.sources.ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("launch.screens.tail.POLL_S", 0.05)
+    append(stores, 0)
+    shown, stop, said = [], asyncio.Event(), []
+    async with faulty_link(server.port) as link:
+        config = validate({"run": "test", "bus": {"url": f"nats://{HOST}:{link.port}"}})
+        following = asyncio.create_task(
+            tail_run(BusTrajectories(lambda: config), TailOptions(1), shown.append, stop)
+        )
+        await until(lambda: len(shown) == 1 or following.done())
+        link.flows.clear()
+        append(stores, 1)
+        await until(lambda: said.append(capsys.readouterr().err) or "does not answer" in "".join(said))
+        link.flows.set()
+        await until(lambda: len(shown) == 3 or following.done())
+        stop.set()
+        async with asyncio.timeout(20):
+            await following
+    assert [one["lease_id"] for one in shown] == [0, 1, 1]
+    told = "".join(said) + capsys.readouterr().err
+    assert told.count("launch: the run does not answer (") == 1
+    assert "): its trajectories are shown when it does\n" in told
 
 
 @pytest.mark.nats
