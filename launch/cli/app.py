@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
 from cyclopts import App, Group, Parameter
+from cyclopts.validators import Number
 from pydantic import PlainValidator, ValidationError
 
 from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
@@ -148,6 +149,9 @@ Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
 Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
 NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
 Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
+StoppedStatus = Annotated[
+    int, Parameter(name="--stopped-status", group=SHORT, validator=Number(gte=0, lte=255))
+]
 PluginsFrom = Annotated[
     list[Path] | None,
     Parameter(

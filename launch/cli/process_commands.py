@@ -36,6 +36,7 @@ from launch.cli.app import (
     RunBusUrl,
     ShardsSettings,
     ShowToken,
+    StoppedStatus,
     allowed_here,
     app,
     log_as,
@@ -53,6 +54,7 @@ from launch.settings.run_config import (
     merge,
 )
 from launch.settings.short_forms import short_forms
+from storage.disk.run_directory import RunDirectory
 
 
 @app.command(name="bus", usage=USAGE.format("bus"))
@@ -131,6 +133,7 @@ def learner(  # noqa: PLR0913 - each is a flag
     nodes: Nodes = None,
     node_rank: NodeRank = None,
     master: Master = None,
+    stopped_status: StoppedStatus = 0,
     policy: str | None = None,
     shadow: str | None = None,
     from_checkpoint: Path | None = None,
@@ -153,6 +156,9 @@ def learner(  # noqa: PLR0913 - each is a flag
         Number of this host, from 0.
     master
         Address of node 0 and a free port there, as host:port.
+    stopped_status
+        Exit status of a learner that was told to stop before its run was done, such as 75 for a job of
+        Kubernetes, which counts 0 as the end.
     shadow
         Name of a shadow, which this learner becomes: it trains on the steps of the run's learner with
         settings of your own, and changes nothing in the run.
@@ -171,11 +177,14 @@ def learner(  # noqa: PLR0913 - each is a flag
         from launch.services.learner import serve_shadow
 
         _refuse_beside_shadow(shadow, policy, where.run, has_world=bool(world) or is_rank())
+        if stopped_status:
+            raise ConfigError("--stopped-status is for a learner, not for a --shadow")
         run(partial(serve_shadow, where, own, shadow, from_checkpoint))
         return
     if from_checkpoint is not None:
         raise ConfigError("--from-checkpoint is for a --shadow: a learner goes on from its own newest one")
-    _train(where, own, policy)
+    if status := _train(where, own, policy) or _unfinished(where, policy, stopped_status):
+        raise SystemExit(status)
 
 
 def _world(**given: int | str | None) -> dict[str, Any]:
@@ -184,8 +193,10 @@ def _world(**given: int | str | None) -> dict[str, Any]:
     return {"learner": {"world": world}} if world else {}
 
 
-def _train(where: RunConfig, own: dict[str, Any], policy: str | None) -> None:
-    """Train as one process, as a rank that torchrun has started, or as the torchrun of several."""
+def _train(where: RunConfig, own: dict[str, Any], policy: str | None) -> int:
+    """Train as one process, as a rank that torchrun has started, or as the torchrun of several.
+
+    Returns the exit status."""
     from launch.services.learner import serve_learner, serve_policy_learner
 
     if is_rank():
@@ -196,10 +207,24 @@ def _train(where: RunConfig, own: dict[str, Any], policy: str | None) -> None:
         else partial(serve_policy_learner, where, own, policy)
     )
     several = run(partial(serving, is_rank=is_rank()))
-    if several is not None:
-        from launch.process.torchrun import run_world
+    if several is None:
+        return 0
+    from launch.process.torchrun import run_world
 
-        raise SystemExit(run_world(several, where.run, module_command("launch", *sys.argv[1:])[1:]))
+    return run_world(several, where.run, module_command("launch", *sys.argv[1:])[1:])
+
+
+def _unfinished(where: RunConfig, policy: str | None, stopped_status: int) -> int:
+    """Return `stopped_status` if the learner has ended before its run was done, else 0.
+
+    Of a rank it is 0, since its agent would start it again."""
+    if is_rank() or not stopped_status:
+        return 0
+    from launch.run_view.run_files import RunFiles
+
+    name = where.run if policy is None else policy_run(where.run, policy)
+    progress = RunFiles(RunDirectory(where.directory, name).path).progress
+    return 0 if progress and progress.get("stage") == "done" else stopped_status
 
 
 def _refuse_beside_shadow(shadow: str, policy: str | None, run_name: str, *, has_world: bool) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from configparser import ConfigParser
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from tomllib import loads
 
@@ -16,7 +17,7 @@ import yaml
 
 from launch.cli import main as cli
 from launch.local.local import LEARNER_DRAIN_S
-from launch.process.runtime import FINAL
+from launch.process.runtime import FINAL, TEMPORARY
 from launch.settings.run_config import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,9 @@ KUBERNETES = "1.31"
 def refused(words: list[str]) -> str:
     """Why the command line would not take these arguments; empty if it would."""
     try:
-        cli.app.parse_args(words, exit_on_error=False, print_error=False)
+        cli.app.parse_args(
+            [word.replace("$(NODE)", "0") for word in words], exit_on_error=False, print_error=False
+        )
     except cli.CycloptsError as error:
         return str(error)
     return ""
@@ -103,7 +106,7 @@ def test_values_reach_the_objects_which_still_fit_their_schemas():
         "run": "other",
         "images": {"cpu": "hub/sluice:1", "cuda": "hub/sluice:2"},
         "models": "shelf",
-        "learner": {"gpus": 2, "disk": "7Gi"},
+        "learner": {"nodes": 3, "gpus": 2, "disk": "7Gi"},
         "actors": {"replicas": 9},
         "settings": 'data = { prompts = "p.jsonl" }',
     }
@@ -117,14 +120,56 @@ def test_values_reach_the_objects_which_still_fit_their_schemas():
         "data": {"prompts": "p.jsonl"},
     }
     assert found["Deployment", "second-actors"]["spec"]["replicas"] == 9
-    learner = found["StatefulSet", "second-learner"]["spec"]
+    claim = found["PersistentVolumeClaim", "second-learner"]["spec"]
+    assert claim == {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "7Gi"}}}
+    learner = found["Job", "second-learner"]["spec"]
+    assert (learner["completions"], learner["parallelism"]) == (3, 3)
     [container] = learner["template"]["spec"]["containers"]
     assert container["image"] == "hub/sluice:2"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
     assert refused(container["args"]) == ""
     assert container["args"][1:5] == ["--bus", "nats://second-bus:4222", "--run", "other"]
     assert "shelf" in str(learner)
-    assert "7Gi" in str(learner)
+
+
+def test_each_pod_of_the_learner_finds_the_first_by_the_name_that_its_service_gives():
+    found = by_name(rendered(learner={"nodes": 2}))
+    service, job = found["Service", "sluice-learner"], found["Job", "sluice-learner"]["spec"]
+    pod = job["template"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    [container] = pod["spec"]["containers"]
+    flags = dict(pairwise(container["args"]))
+    assert flags["--master"] == f"sluice-learner-0.sluice-learner:{service['spec']['ports'][0]['port']}"
+    assert (flags["--nodes"], flags["--node-rank"]) == ("2", "$(NODE)")
+    assert [one["name"] for one in container["env"]] == ["NODE"]
+
+
+def test_the_learners_job_goes_on_and_ends_as_exit_statuses_say():
+    job = by_name(MANIFESTS)["Job", "sluice-learner"]["spec"]
+    by_status = {
+        status: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for status in rule.get("onExitCodes", {}).get("values", ())
+    }
+    assert by_status == {**dict.fromkeys(FINAL, "FailJob"), TEMPORARY: "Ignore"}
+    [container] = job["template"]["spec"]["containers"]
+    assert dict(pairwise(container["args"]))["--stopped-status"] == str(TEMPORARY)
+
+
+def test_actors_are_as_many_as_the_learner_needs_where_more_are_allowed():
+    import kubernetes_validate
+
+    found = by_name(rendered(actors={"replicas": 2, "maxReplicas": 16, "waitingShare": "80m"}))
+    scaler = found["HorizontalPodAutoscaler", "sluice-actors"]
+    kubernetes_validate.validate(scaler, KUBERNETES, strict=True)
+    deployment = found["Deployment", "sluice-actors"]
+    assert "replicas" not in deployment["spec"]  # an upgrade of the chart would set it again
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 16)
+    [metric] = scaler["spec"]["metrics"]
+    assert metric["external"]["target"] == {"type": "Value", "value": "80m"}
 
 
 def test_helm_finds_nothing_wrong_and_refuses_values_that_there_are_not():
@@ -133,7 +178,12 @@ def test_helm_finds_nothing_wrong_and_refuses_values_that_there_are_not():
     assert [one for one in report["messages"] if one["severity"] > 1] == []
     chart = helm.Chart.load(CHART)
     chart.validate_schema(chart.values)
-    for wrong in ({"replicas": 3}, {"learner": {"gpus": "eight"}}, {"run": "two words"}):
+    for wrong in (
+        {"replicas": 3},
+        {"learner": {"gpus": "eight"}},
+        {"learner": {"nodes": 0}},
+        {"run": "two words"},
+    ):
         with pytest.raises(helm.HelmError):
             chart.validate_schema(chart.merge_values(wrong))
 

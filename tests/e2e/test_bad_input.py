@@ -209,14 +209,15 @@ def test_a_run_that_nobody_stores_is_waited_for_and_named(refused: Refused, bus_
 
 @pytest.mark.slow
 @pytest.mark.nats
-def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, tmp_path: Path):
-    command = ("learner", "--run", "nobody", "--bus", bus_url)
+@pytest.mark.parametrize(("flags", "status"), [((), 0), (("--stopped-status", "75"), 75)])
+def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, flags: tuple[str, ...], status: int):
+    command = ("learner", "--run", "nobody", "--bus", bus_url, *flags)
     process = subprocess.Popen([*LAUNCH, *command], env=ENV, stderr=subprocess.PIPE, text=True)
     connected = psutil.Process(process.pid).net_connections
     wait_until(lambda: any(c.status == "ESTABLISHED" for c in connected()), "its connection")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=START_S)
-    assert (process.returncode, stderr) == (0, "")
+    assert (process.returncode, stderr) == (status, "")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_aga
     join = ("--bus", f"nats://127.0.0.1:{port}", "--run", "world")
     started = [Command(tmp_path / "bus", "bus", "--port", str(port))]
     shared = ("--directory", str(tmp_path / "shared"), "--nodes", "2", "--master", master)
+    shared += ("--stopped-status", "75")
 
     def nodes(name: str) -> list[Command]:
         both = [
@@ -32,7 +33,7 @@ def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_aga
         first = nodes("first")
         progress = tmp_path / "shared/world/progress.json"
         wait_until(progress.exists, str(progress), *first, timeout_s=300)
-        assert [node.stop(120) if n == 0 else node.wait(120) for n, node in enumerate(first)] == [0, 0], [
+        assert [node.stop(120) if n == 0 else node.wait(120) for n, node in enumerate(first)] == [75, 75], [
             node.said() for node in first
         ]
         assert json.loads(progress.read_text())["stage"] == "rl"

@@ -149,6 +149,7 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
         (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
         (("learner", "--shadow", "a b"), "shadow name 'a b'"),
         (("learner", "--shadow", "a", "--nproc", "2"), "shadow 'a' is one process"),
+        (("learner", "--shadow", "a", "--stopped-status", "75"), "--stopped-status is for a learner"),
         (("learner", "--shadow", "a", "--from-checkpoint", "x"), "--from-checkpoint x is not a checkpoint"),
     ],
 )
