@@ -4,6 +4,10 @@ Servers run as usual, in SGLang's deterministic mode, and in that for which the 
 same kernels (model.numerics=sglang). They sample with the initial weights and with those after two updates,
 and each learner then computes the log-probs of these tokens. Engines and learners have the GPU one after
 another.
+
+The figures of docs/exact.md on an H200:
+
+    launch bench on-policy --model qwen3-0.6b --actors.engine.server.mem-fraction-static 0.3 --json
 """
 
 import asyncio
