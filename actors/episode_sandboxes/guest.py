@@ -49,6 +49,7 @@ CANNOT_START = 127
 MOST_DESCRIPTORS = 1 << 16
 BACKLOG = 1024
 LARGEST_PACKET = 4096
+LARGEST_COPY = 1 << 20
 
 
 class CommandDescriptors(NamedTuple):
@@ -212,6 +213,7 @@ def _handle(given: CommandDescriptors, settings: GuestSettings, limits: GuestLim
         request = from_json(CommandRequest, os.pread(given.request, os.fstat(given.request).st_size, 0))
         kernel.adopt_orphans()  # so that what a command has started is found when its time is over
         started = time.monotonic()
+        given = given._replace(stdin=_piped(given.stdin))
         child = os.fork()
         if child == 0:
             _become(given, request, settings.variables, limits)
@@ -226,6 +228,25 @@ def _handle(given: CommandDescriptors, settings: GuestSettings, limits: GuestLim
         with suppress(OSError):  # the actor may no longer want to know
             report.send(json.dumps(outcome).encode())
     return 0
+
+
+def _piped(file: int) -> int:
+    """Return a pipe that brings what a file holds, if that is anything.
+
+    By /proc a command's children could read the file again, with a line that only the command may know; they
+    cannot look into the process that fills the pipe."""
+    if not os.fstat(file).st_size:
+        return file
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.close(reading)
+        with suppress(OSError):  # nobody reads on
+            while os.sendfile(writing, file, None, LARGEST_COPY):
+                pass
+        os._exit(0)
+    os.close(file)
+    os.close(writing)
+    return reading
 
 
 def _wait(child: int, report: socket.socket, timeout_s: float) -> bool:

@@ -29,5 +29,6 @@ async def shell(sandbox, script, *, timeout_s=20.0, **settings):
 async def said(sandbox, script, **settings):
     """What a script wrote, which ended well."""
     ran = await shell(sandbox, script, **settings)
-    assert (ran.end, ran.status) == ("exited", 0), ran
+    if (ran.end, ran.status) != ("exited", 0):
+        raise AssertionError(ran)
     return ran.stdout.decode()

@@ -9,8 +9,9 @@ from actors.episode_sandboxes.kubernetes import KubernetesBackend
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import KubernetesSandboxes, SandboxLimits
 from bus.errors import ConfigError
-from tests.actors.episode_sandboxes.backends import said, shell
+from tests.actors.episode_sandboxes.backends import said
 from tests.actors.episode_sandboxes.cluster import cluster
+from tests.actors.episode_sandboxes.protocol import does_what_a_sandbox_does
 
 
 @pytest.fixture
@@ -37,22 +38,7 @@ async def test_a_pod_does_what_a_sandbox_does(token):
         [container] = body["spec"]["containers"]
         assert container["resources"]["limits"] == {"memory": "64Mi", "ephemeral-storage": "9Mi", "cpu": "1"}
         assert body["metadata"]["labels"] == found.policies[0]["spec"]["podSelector"]["matchLabels"]
-        ran = await shell(
-            sandbox, "cat; echo $A; echo err >&2; pwd; exit 3", stdin=b"\0\xff", variables={"A": "b"}
-        )
-        assert (ran.stdout, ran.stderr) == (b"\0\xffb\n/workspace\n", b"err\n")
-        assert (ran.end, ran.status) == ("exited", 3)
-        assert await said(sandbox, "sleep 100 & echo $! > pid; echo begun") == "begun\n"
-        assert await said(sandbox, "kill -0 $(cat pid) && echo runs") == "runs\n"
-        assert (await shell(sandbox, "sleep 55 & exec sleep 56", timeout_s=0.5)).end == "time"
-        assert (await shell(sandbox, "grep -l 'sleep.5[56]' -a /proc/[0-9]*/cmdline")).stdout == b""
-        ran = await shell(sandbox, "head -c 2000 /dev/zero", output_bytes=1000)
-        assert (ran.end, len(ran.stdout)) == ("output", 1000)
-        await sandbox.write("a/b c", b"\0\xff" * 300_000)
-        snapshot = await sandbox.snapshot()
-        await said(sandbox, "rm -r a; touch .hidden d")
-        await sandbox.restore(snapshot)
-        assert await sandbox.read("/workspace/a/b c") == b"\0\xff" * 300_000
+        await does_what_a_sandbox_does(sandbox)
         await sandbox.close()
         assert found.pods == {}
         with pytest.raises(ToolFailedError, match="has ended"):

@@ -155,7 +155,7 @@ async def test_a_closed_sandbox_leaves_nothing_and_others_do_not_notice():
         await one.close()
         assert len(mine) >= 3
         assert psutil.wait_procs(mine, timeout=5)[1] == []
-        assert await said(other, "ls /tmp; echo $(ps -e | wc -l)") == "7\n"
+        assert int(await said(other, "ls /tmp; echo $(ps -e | wc -l)")) <= 7
         with pytest.raises(ToolError, match="the sandbox failed"):
             await said(one, "true")
         os.kill(backend._server.process.pid, 9)
@@ -234,7 +234,8 @@ async def test_further_files_of_the_host_are_shown_read_only_if_named(tmp_path):
 async def test_an_actor_without_privileges_has_sandboxes_too(monkeypatch):
     start_as_ordinary_user(monkeypatch)
     async with sandbox_of() as sandbox:
-        assert await said(sandbox, "id -u; echo $(ps -e | wc -l); touch f; ls") == "1000\n7\nf\n"
+        assert await said(sandbox, "id -u; touch f; ls") == "1000\nf\n"
+        assert int(await said(sandbox, "ps -e | wc -l")) <= 7
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing():

@@ -17,7 +17,8 @@ from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.tools.build import build_tools
 from actors.tools.episode_tools import EpisodeTools
 from bus.errors import ConfigError
-from tests.actors.episode_sandboxes.backends import said, shell
+from tests.actors.episode_sandboxes.backends import said
+from tests.actors.episode_sandboxes.protocol import does_what_a_sandbox_does
 
 TOKEN = "SLUICE_SANDBOX_TOKEN"
 
@@ -42,16 +43,7 @@ async def server_of(monkeypatch, **settings):
 async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
     async with server_of(monkeypatch, at_once=1) as (_, backend, url):
         sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits()))
-        ran = await shell(
-            sandbox, "cat; echo $A; echo err >&2; exit 3", stdin=b"\0\xff", variables={"A": "b"}
-        )
-        assert (ran.stdout, ran.stderr, ran.end, ran.status) == (b"\0\xffb\n", b"err\n", "exited", 3)
-        assert (await shell(sandbox, "sleep 60", timeout_s=0.2)).end == "time"
-        await sandbox.write("a/b", b"\xff" * 300_000)
-        snapshot = await sandbox.snapshot()
-        await said(sandbox, "rm -r a")
-        await sandbox.restore(snapshot)
-        assert await sandbox.read("a/b") == b"\xff" * 300_000
+        await does_what_a_sandbox_does(sandbox)
         hurried = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=0.5))
         with pytest.raises(ToolError, match=r"no room for a sandbox for 0\.5 s"):
             await hurried.start(None, SandboxLimits())
@@ -62,14 +54,6 @@ async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
         assert await said(other, "ls") == ""
         with pytest.raises(ToolFailedError, match="no such sandbox any more"):
             await said(sandbox, "true")
-        task = asyncio.create_task(shell(other, "echo $$ > pid; exec sleep 300", timeout_s=300))
-        while not (await shell(other, "cat pid 2>/dev/null")).stdout:
-            pass
-        task.cancel()
-        await asyncio.wait([task])
-        async with asyncio.timeout(20):
-            while (await shell(other, "kill -0 $(cat pid)")).status == 0:
-                pass
 
 
 async def test_a_sandbox_that_nobody_uses_is_ended_and_one_in_use_is_not(monkeypatch):
