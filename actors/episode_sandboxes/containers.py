@@ -5,7 +5,6 @@ when the next actor of this host finds that the one which started it has ended."
 
 import asyncio
 import json
-import os
 import re
 import secrets
 import shutil
@@ -18,11 +17,11 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-import psutil
 import structlog
 
 from actors.episode_sandboxes import relay
 from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult
+from actors.episode_sandboxes.owner import OWNER, is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
 from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
@@ -31,8 +30,6 @@ from bus.waiting import cancelled
 
 log = structlog.get_logger()
 API = "/v1.41"
-OWNER = "sluice.owner"
-"""Label of a container that says which process started it: boot, id and beginning."""
 BEGIN_EXEC = 'echo $$ > "$0"; exec "$@"'
 """Script that notes the process of a command, so that it can be ended."""
 END_EXEC = 'kill -9 "-$(cat "$0")"'  # Debian's shell knows no "--" here
@@ -167,7 +164,7 @@ class ContainerBackend:
             "User": self._config.user or "",
             "WorkingDir": WORKSPACE,
             "Env": [f"HOME={WORKSPACE}"],
-            "Labels": {OWNER: _owner()},
+            "Labels": {OWNER: this_process()},
             "HostConfig": host,
         }
 
@@ -183,7 +180,7 @@ class ContainerBackend:
         except (aiohttp.ClientError, OSError) as error:
             raise ToolError(f"the daemon at {self._config.socket} does not answer: {error!r}") from error
         for one in containers:
-            if _is_orphan(one["Labels"][OWNER]):
+            if is_orphan(one["Labels"][OWNER]):
                 log.info("orphaned_sandbox_removed", container=one["Id"][:12])
                 await self.ask("DELETE", f"/containers/{one['Id']}?force=1&v=1")
 
@@ -382,18 +379,3 @@ def _message(said: Mapping[str, JSON]) -> str:
 
 def _ulimit(name: str, value: int) -> JSON:
     return {"Name": name, "Soft": value, "Hard": value}
-
-
-def _owner() -> str:
-    return json.dumps([psutil.boot_time(), os.getpid(), psutil.Process().create_time()])
-
-
-def _is_orphan(owner: str) -> bool:
-    """Return whether the process of this host that started a container is gone; others are not known here."""
-    boot, pid, began = json.loads(owner)
-    if abs(boot - psutil.boot_time()) > 1:
-        return False
-    try:
-        return bool(abs(psutil.Process(pid).create_time() - began) > 1)
-    except psutil.NoSuchProcess:
-        return True

@@ -170,9 +170,35 @@ class KubernetesSandboxes(Config):
     """Longest life of a pod, after which it ends by itself."""
 
 
+class HostedSandboxes(Config):
+    """Sandboxes of a service that others run: E2B, Modal or Daytona, by its own package and with its keys."""
+
+    uses_host: ClassVar[bool] = False
+    """Whether sandboxes take memory and disk of the actor's host."""
+
+    type: Literal["e2b", "modal", "daytona"]
+    """Name of the service, and of the package that asks it, which reads its keys from its own variables."""
+
+    image: str
+    """Image of sandboxes, or of E2B the template; it has the programs of Debian. Metadata `sandbox_image` of
+    a prompt names another."""
+
+    cpus: float = Field(1.0, gt=0)
+    """Processors of a sandbox; Daytona takes whole ones, and in E2B the template has them and the memory."""
+
+    app: str = "sluice"
+    """App of Modal that sandboxes belong to."""
+
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Longest time until a sandbox runs, its image built."""
+
+    life_s: float = Field(3600.0, ge=60)
+    """Longest life of a sandbox, after which the service ends it."""
+
+
 LocalBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(discriminator="type")]
 SandboxBackendConfig = Annotated[
-    NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes | KubernetesSandboxes,
+    NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes | KubernetesSandboxes | HostedSandboxes,
     Field(discriminator="type"),
 ]
 
@@ -191,7 +217,9 @@ class ProgramSandboxes(HostSandboxes):
 class SandboxServerConfig(PoolConfig):
     """Server of sandboxes for actors on other hosts."""
 
-    backend: LocalBackendConfig = NamespaceSandboxes()
+    backend: Annotated[
+        NamespaceSandboxes | ContainerSandboxes | HostedSandboxes, Field(discriminator="type")
+    ] = NamespaceSandboxes()
     """Where sandboxes run."""
 
     host: str = "127.0.0.1"

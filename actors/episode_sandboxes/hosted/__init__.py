@@ -1,0 +1,1 @@
+"""Sandboxes of services that others run, by their own packages."""

@@ -1,0 +1,90 @@
+"""Sandboxes of Daytona, by its package `daytona`, which reads its key from DAYTONA_API_KEY."""
+
+from collections.abc import AsyncIterator
+from functools import partial
+from math import ceil
+from pathlib import PurePosixPath
+from shlex import quote
+
+from daytona import AsyncDaytona, AsyncSandbox, CreateSandboxFromImageParams, Resources
+from daytona.common.errors import DaytonaError, DaytonaGoneError, DaytonaNotFoundError
+
+from actors.episode_sandboxes.hosted.backend import told
+from actors.episode_sandboxes.hosted.commands import HostedSandbox
+from actors.episode_sandboxes.owner import OWNER
+from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
+
+failures = partial(
+    told, "daytona", ended=(DaytonaNotFoundError, DaytonaGoneError), other=(DaytonaError,)
+)  # fmt: skip
+
+
+class DaytonaSandbox:
+    """One sandbox of Daytona."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def shell(self, script: str, timeout_s: float) -> str:
+        """Run a script, and return its output."""
+        with failures():
+            return str((await self._sandbox.process.exec(script, timeout=int(timeout_s))).result)
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, and the directories that it needs."""
+        await self.shell(f"mkdir -p {quote(str(PurePosixPath(path).parent))}", 60.0)
+        with failures():
+            await self._sandbox.fs.upload_file(data, path)
+
+    async def get(self, path: str) -> bytes:
+        """Read a file."""
+        with failures():
+            return bytes(await self._sandbox.fs.download_file(path))
+
+    async def end(self) -> None:
+        """End the sandbox."""
+        with failures():
+            await self._sandbox.delete()
+
+
+class DaytonaService:
+    """Starts sandboxes of Daytona."""
+
+    def __init__(self, config: HostedSandboxes) -> None:
+        self._config = config
+        self._client: AsyncDaytona | None = None
+
+    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
+        """Start a sandbox of an image, which has whole GiB and processors."""
+        wish = CreateSandboxFromImageParams(
+            image=image,
+            resources=Resources(
+                cpu=ceil(self._config.cpus), memory=ceil(limits.memory_mb / 1024),
+                disk=ceil(limits.disk_mb / 1024),
+            ),
+            labels={OWNER: owner},
+            network_block_all=True,
+            ephemeral=True,
+            auto_stop_interval=0,
+            ttl_minutes=ceil(self._config.life_s / 60),
+        )  # fmt: skip
+        with failures():
+            sandbox = await self._asked().create(wish, timeout=self._config.start_timeout_s)
+        return DaytonaSandbox(sandbox)
+
+    async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
+        """Yield the sandboxes that have an owner, with it."""
+        with failures():
+            async for sandbox in self._asked().list():
+                if owner := sandbox.labels.get(OWNER):
+                    yield owner, DaytonaSandbox(sandbox)
+
+    async def close(self) -> None:
+        """End the connections to the service."""
+        if self._client is not None:
+            await self._client.close()
+
+    def _asked(self) -> AsyncDaytona:
+        if self._client is None:  # it wants a running loop
+            self._client = AsyncDaytona()
+        return self._client

@@ -1,0 +1,86 @@
+"""Sandboxes of E2B, by its package `e2b`, which reads its key from E2B_API_KEY."""
+
+from collections.abc import AsyncIterator
+from functools import partial
+
+import e2b
+from e2b import AsyncSandbox
+
+from actors.episode_sandboxes.hosted.backend import told
+from actors.episode_sandboxes.hosted.commands import HostedSandbox
+from actors.episode_sandboxes.owner import OWNER
+from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
+
+USER = "root"
+failures = partial(
+    told,
+    "e2b",
+    ended=(e2b.SandboxNotFoundException, e2b.SandboxNotRunningException),
+    other=(e2b.SandboxException, e2b.AuthenticationException, e2b.ServiceBusyException),
+)
+
+
+class E2BSandbox:
+    """One sandbox of E2B."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def shell(self, script: str, timeout_s: float) -> str:
+        """Run a script, and return its output."""
+        with failures():
+            ran = await self._sandbox.commands.run(script, user=USER, timeout=timeout_s)
+        return str(ran.stdout)
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, and the directories that it needs."""
+        with failures():
+            await self._sandbox.files.write(path, data, user=USER)
+
+    async def get(self, path: str) -> bytes:
+        """Read a file."""
+        with failures():
+            return bytes(await self._sandbox.files.read(path, format="bytes", user=USER))
+
+    async def end(self) -> None:
+        """End the sandbox."""
+        with failures():
+            await self._sandbox.kill()
+
+
+class E2BService:
+    """Starts sandboxes of E2B. Their template says how much memory and how many processors they have."""
+
+    def __init__(self, config: HostedSandboxes) -> None:
+        self._life_s = int(config.life_s)
+
+    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
+        """Start a sandbox of a template."""
+        with failures():
+            sandbox = await AsyncSandbox.create(
+                image, timeout=self._life_s, metadata={OWNER: owner}, allow_internet_access=False
+            )
+        return E2BSandbox(sandbox)
+
+    async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
+        """Yield the sandboxes that have an owner, with it."""
+        with failures():
+            pages = AsyncSandbox.list()
+            while pages.has_next:
+                for found in await pages.next_items():
+                    if owner := (found.metadata or {}).get(OWNER):
+                        yield owner, _Left(found.sandbox_id)
+
+    async def close(self) -> None:
+        """Do nothing: the package keeps its connections for the process."""
+
+
+class _Left(E2BSandbox):
+    """A sandbox that somebody has left, which can be ended without being asked how it is."""
+
+    def __init__(self, sandbox_id: str) -> None:
+        self._id = sandbox_id
+
+    async def end(self) -> None:
+        with failures():
+            await AsyncSandbox.kill(self._id)

@@ -1,0 +1,90 @@
+"""Sandboxes of Modal, by its package `modal`, which reads its keys from MODAL_TOKEN_ID and
+MODAL_TOKEN_SECRET."""
+
+from collections.abc import AsyncIterator
+from functools import partial
+
+import modal
+from modal import exception
+
+from actors.episode_sandboxes.hosted.backend import told
+from actors.episode_sandboxes.hosted.commands import HostedSandbox
+from actors.episode_sandboxes.owner import OWNER
+from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
+
+WRITE = 'mkdir -p "$(dirname "$0")" && cat > "$0"'
+failures = partial(
+    told,
+    "modal",
+    ended=(exception.SandboxTerminatedError, exception.SandboxTimeoutError, exception.NotFoundError),
+    other=(exception.Error,),
+)
+
+
+class ModalSandbox:
+    """One sandbox of Modal."""
+
+    def __init__(self, sandbox: modal.Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def shell(self, script: str, timeout_s: float) -> str:
+        """Run a script, and return its output."""
+        return (await self._run("/bin/sh", "-c", script, timeout_s=timeout_s)).decode(errors="replace")
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, and the directories that it needs."""
+        await self._run("/bin/sh", "-c", WRITE, path, stdin=data)
+
+    async def get(self, path: str) -> bytes:
+        """Read a file."""
+        return await self._run("/bin/cat", path)
+
+    async def end(self) -> None:
+        """End the sandbox."""
+        with failures():
+            await self._sandbox.terminate.aio()
+
+    async def _run(self, *words: str, stdin: bytes = b"", timeout_s: float = 600.0) -> bytes:
+        with failures():
+            process = await self._sandbox.exec.aio(*words, text=False, timeout=int(timeout_s))
+            if stdin:
+                process.stdin.write(stdin)
+            process.stdin.write_eof()
+            await process.stdin.drain.aio()
+            output = await process.stdout.read.aio()
+            await process.wait.aio()
+        return bytes(output)
+
+
+class ModalService:
+    """Starts sandboxes of Modal."""
+
+    def __init__(self, config: HostedSandboxes) -> None:
+        self._config = config
+
+    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
+        """Start a sandbox of an image of a registry."""
+        with failures():
+            sandbox = await modal.Sandbox.create.aio(
+                app=await self._app(),
+                image=modal.Image.from_registry(image),
+                timeout=int(self._config.life_s),
+                cpu=(self._config.cpus, self._config.cpus),
+                memory=(limits.memory_mb, limits.memory_mb),
+                block_network=True,
+                tags={OWNER: owner},
+            )
+        return ModalSandbox(sandbox)
+
+    async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
+        """Yield the sandboxes that have an owner, with it."""
+        with failures():
+            async for sandbox in modal.Sandbox.list.aio(app_id=(await self._app()).app_id):
+                if owner := (await sandbox.get_tags.aio()).get(OWNER):
+                    yield owner, ModalSandbox(sandbox)
+
+    async def close(self) -> None:
+        """Do nothing: the package keeps its connections for the process."""
+
+    async def _app(self) -> modal.App:
+        return await modal.App.lookup.aio(self._config.app, create_if_missing=True)

@@ -1,0 +1,126 @@
+"""Sandboxes of services: what all of them share, with a service whose sandboxes are in namespaces."""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.episode_sandboxes import owner
+from actors.episode_sandboxes.base import Command, EpisodeSandbox
+from actors.episode_sandboxes.build import build_backend
+from actors.episode_sandboxes.hosted import commands
+from actors.episode_sandboxes.hosted.backend import HostedBackend
+from actors.episode_sandboxes.namespaces import NamespaceBackend
+from actors.episodes.errors import ToolError, ToolFailedError
+from actors.settings.episode_sandboxes import HostedSandboxes, NamespaceSandboxes, SandboxLimits
+from bus.errors import ConfigError
+from tests.actors.episode_sandboxes.backends import said
+from tests.actors.episode_sandboxes.protocol import does_what_a_sandbox_does
+
+
+class Sandbox:
+    """A sandbox of the service."""
+
+    def __init__(self, service, running):
+        self.service, self.running = service, running
+
+    async def shell(self, script, timeout_s):
+        return (await self.ran(("/bin/sh", "-c", script), timeout_s=timeout_s)).decode()
+
+    async def put(self, path, data):
+        await self.ran(("/bin/sh", "-c", 'mkdir -p "$(dirname "$0")"; cat > "$0"', path), stdin=data)
+
+    async def get(self, path):
+        return await self.ran(("/bin/cat", path))
+
+    async def ran(self, words, **settings):
+        if self not in self.service.sandboxes:
+            raise ToolFailedError("the sandbox has ended")
+        self.service.asked += 1
+        settings = {"timeout_s": 60.0, "output_bytes": 1 << 24, **settings}
+        return (await self.running.run(Command(words=words, directory="/", **settings))).stdout
+
+    async def end(self):
+        self.service.sandboxes.pop(self, None)
+        await self.running.close()
+
+
+class Service:
+    """A service whose sandboxes are in namespaces of this host."""
+
+    def __init__(self):
+        self.namespaces = NamespaceBackend.from_config(NamespaceSandboxes())
+        self.sandboxes, self.asked, self.hangs = {}, 0, False
+
+    async def start(self, image, limits, owner):
+        if self.hangs:
+            await asyncio.Event().wait()
+        sandbox = Sandbox(self, await self.namespaces.start(None, limits))
+        self.sandboxes[sandbox] = owner
+        return sandbox
+
+    async def owned(self):
+        for sandbox, label in list(self.sandboxes.items()):
+            yield label, sandbox
+
+    async def close(self):
+        await self.namespaces.close()
+
+
+@asynccontextmanager
+async def backend_of(**settings):
+    service = Service()
+    backend = HostedBackend(HostedSandboxes(type="modal", image="tiny:1", **settings), service)
+    try:
+        yield backend, service
+    finally:
+        await backend.close()
+
+
+async def test_a_sandbox_of_a_service_does_what_a_near_one_does(monkeypatch):
+    async with backend_of() as (backend, service):
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits(cpu_s=77, disk_mb=8)))
+        await does_what_a_sandbox_does(sandbox)
+        assert await said(sandbox, "ulimit -t") == "77\n"
+        assert await said(sandbox, "ls -d /tmp/.sluice* | wc -l") == "1\n"  # its own
+        before = service.asked
+        await said(sandbox, "true")
+        assert service.asked == before + 1
+        monkeypatch.setattr(commands, "WAIT_S", 0.2)
+        assert await said(sandbox, "sleep 0.7; echo late") == "late\n"
+        await sandbox.close()
+        with pytest.raises(ToolFailedError, match="has ended"):
+            await said(sandbox, "true")
+
+
+async def test_what_an_actor_left_is_ended_by_the_next_one_of_its_host():
+    told = "from actors.episode_sandboxes import owner; print(owner.this_process())"
+    gone = (await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", told], text=True)).strip()
+    async with backend_of() as (backend, service):
+        elsewhere = "0123456789abcdef-1-1"
+        left = [await service.start("tiny:1", SandboxLimits(), one) for one in (gone, elsewhere)]
+        ours = await service.start("tiny:1", SandboxLimits(), owner.this_process())
+        await backend.start(None, SandboxLimits())
+        assert left[0] not in service.sandboxes
+        assert {left[1], ours} < set(service.sandboxes)
+
+
+async def test_a_start_that_takes_too_long_or_has_a_poor_image_is_told_and_leaves_nothing(monkeypatch):
+    async with backend_of(start_timeout_s=0.1) as (backend, service):
+        service.hangs = True
+        with pytest.raises(ToolError, match=r"modal has started no sandbox after 0\.1 s"):
+            await backend.start(None, SandboxLimits())
+    async with backend_of() as (backend, service):
+        monkeypatch.setattr(commands, "NEEDED", ("tar", "nosuchprogram"))
+        with pytest.raises(ToolError, match="the image of a sandbox lacks nosuchprogram"):
+            await backend.start(None, SandboxLimits())
+        assert service.sandboxes == {}
+
+
+def test_a_service_whose_package_is_missing_is_a_config_error(monkeypatch):
+    for name in ("e2b", "modal", "daytona"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError, match=rf"pip install 'sluice-rl\[{name}\]'"):
+            build_backend(HostedSandboxes(type=name, image="tiny:1"))
