@@ -39,11 +39,13 @@ class RankMemory:
     activations: int
     logits: int
     """Logits of a chunk of tokens, and the gradient of the output layer."""
+    published: int = 0
+    """Copy of the rank's share of the published weights, by which it finds what has changed."""
 
     @property
     def state(self) -> int:
         """Return the bytes that stay between two steps."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.published
 
     @property
     def total(self) -> int:
@@ -85,10 +87,17 @@ class _Counts:
 
 def learner_rank(model: Model, learner: LearnerConfig, ranks: int, tokens: int) -> RankMemory:
     """Return the memory of the rank that has the most, of so many, with micro-batches of so many tokens."""
+    published = model.parameters * model.item_bytes // ranks if publish_together(learner, ranks) else 0
     if learner.backend == "fsdp":
-        return _fsdp_rank(model, learner, ranks, tokens)
+        return replace(_fsdp_rank(model, learner, ranks, tokens), published=published)
     stages = range(learner.parallel.pipeline)
-    return max((_stage(model, learner, ranks, tokens, stage) for stage in stages), key=lambda one: one.total)
+    most = max((_stage(model, learner, ranks, tokens, each) for each in stages), key=lambda one: one.total)
+    return replace(most, published=published)
+
+
+def publish_together(learner: LearnerConfig, ranks: int) -> bool:
+    """Tell whether the ranks divide the published weights; else rank 0 has all."""
+    return ranks > 1 and not learner.lora.exists
 
 
 def _stage(model: Model, learner: LearnerConfig, ranks: int, tokens: int, stage: int) -> RankMemory:
@@ -301,10 +310,11 @@ def held_policies(
 def learner_host(
     model: Model, learner: LearnerConfig, warmup: WarmupConfig, rank: RankMemory, published: int, ranks: int
 ) -> int:  # fmt: skip
-    """Return the host memory of the learner's first host, whose rank 0 publishes.
+    """Return the host memory of the learner's first host.
 
-    Two sets of buffers take turns for publications (learner/publication/host_copy.py), and what is written
-    beside them has a copy while the disk is slow (snapshot_writer.py); of what each rank has
+    Two sets of buffers take turns for publications (learner/publication/host_copy.py), which all ranks divide
+    unless adapters are trained, and what is written beside them has a copy while the disk is slow
+    (snapshot_writer.py); of what each rank has
     on its GPU a checkpoint makes a copy (learner/host_memory/state_copies.py); frozen policies lie on the
     host, and the current one beside them; so does what the optimizer offloads."""
     here = max(1, min(ranks, learner.world.processes))
@@ -316,6 +326,8 @@ def learner_host(
         offloaded = model.parameters * each * learner.optimizer.offload * here / ranks
     on_cpu = 0 if model.on_gpu else rank.total * here
     beside = (learner.publication.snapshot_every > 1) + bool(learner.publication.keep_versions)
+    if publish_together(learner, ranks):
+        published = published * here // ranks
     return round((2 + beside) * published + saved + held + offloaded + on_cpu + PROCESS_BYTES * here)
 
 

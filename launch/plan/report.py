@@ -14,7 +14,7 @@ UNMEASURED = (
 
 def plan_lines(found: Plan, asked: Question) -> Iterator[str]:
     """Yield the plan's lines."""
-    each = ", ".join(f"{name} {_gib(value)}" for name, value in asdict(found.rank).items())
+    each = ", ".join(f"{name} {_gib(value)}" for name, value in asdict(found.rank).items() if value)
     yield f"{found.model_type}, {found.parameters / 1e9:.2f} billion weights, learner.backend={found.backend}"
     yield (
         f"GPUs      {found.learner_gpus} for the learner, {found.engine_gpus} for engines, each "

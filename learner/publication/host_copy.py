@@ -1,7 +1,11 @@
-"""The weights' way from the device to the host: the only part of a publication that training waits for."""
+"""The weights' way from the device to the host: the only part of a publication that training waits for.
+
+Where the ranks share the model, each has some of the tensors on its host (divided_weights.py); else rank 0
+has all."""
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -16,6 +20,7 @@ from learner.distributed.process_group import device
 from learner.host_memory.host_tensors import host_tensors
 from learner.host_memory.transfer import host_memory
 from learner.publication.announcement import AdapterBase
+from learner.publication.divided_weights import DividedWeights
 from learner.publication.whole_model import WholeModel
 from storage.weights.tensors import HostTensor, Weights
 
@@ -26,16 +31,23 @@ SHORT_BYTES = 512 << 20
 class Copied:
     """Weights on their way to the host."""
 
-    def __init__(self, tensors: Mapping[str, HostTensor], done: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, tensors: Callable[[], Mapping[str, HostTensor]], done: torch.cuda.Event | None = None
+    ) -> None:
+        """`tensors` returns them, after work for which training does not wait."""
         self.done = done
         """Says when the device has copied them; `None` when they are here."""
         self._tensors = tensors
 
-    async def arrived(self) -> Mapping[str, HostTensor]:
-        """Return the weights by Hugging Face name, when all are here."""
+    def wait(self) -> Mapping[str, HostTensor]:
+        """Return the weights by Hugging Face name that this rank has, when all are here."""
         if self.done is not None:
-            await asyncio.to_thread(self.done.synchronize)
-        return self._tensors
+            self.done.synchronize()
+        return self._tensors()
+
+    async def arrived(self) -> Mapping[str, HostTensor]:
+        """Return them as `wait` does, while other work goes on."""
+        return await asyncio.to_thread(self.wait)
 
 
 class HostCopy:
@@ -56,15 +68,23 @@ class HostCopy:
         self._whole = whole
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0
+        self.divided: DividedWeights | None = None
+        """The weights that the ranks divide; None where rank 0 has all."""
         self._beside: torch.cuda.Stream | None = None
 
     @torch.no_grad()
     def take(self, weights: Exported) -> Copied:
-        """Copy the weights as the dtypes to publish: one call for all that this rank has whole."""
+        """Copy the weights as the dtypes to publish: one call for all that this rank has whole. Every rank
+        calls this."""
         began = time.perf_counter()
         weights = weights if self._whole is None else self._whole.exported(weights)
         self._turn = 1 - self._turn
         self.tensors = len(weights.shapes)
+        if weights.pieces is not None:
+            return self._take_divided(weights, began)
+        if dist.get_rank() > 0:
+            deque(weights.rest(), maxlen=0)  # to rank 0
+            return Copied(dict)
         buffers = self._sets[self._turn]
         if buffers is None or buffers.shapes != weights.shapes:
             buffers = self._sets[self._turn] = _Buffers(weights.shapes, self._dtype, weights.exact)
@@ -73,7 +93,16 @@ class HostCopy:
             buffers.fill(weights)
             done = _recorded() if on_gpu else None
         self.seconds = time.perf_counter() - began
-        return Copied(buffers.words, done)
+        words = buffers.words
+        return Copied(lambda: words, done)
+
+    def _take_divided(self, weights: Exported, began: float) -> Copied:
+        divided, turn = self.divided, self._turn
+        if divided is None or divided.shapes != weights.shapes:
+            divided = self.divided = DividedWeights(weights, self._dtype)
+        divided.take(weights, turn)
+        self.seconds = time.perf_counter() - began
+        return Copied(partial(divided.arrived, turn))
 
     def adapter_base(self, adapters: TrainedAdapters | None) -> AdapterBase | None:
         """Return what published adapters belong to; None where whole weights are published."""
@@ -94,7 +123,7 @@ class HostCopy:
 
 
 async def copy_weights(host: HostCopy, backend: Backend, thread: Executor) -> Copied:
-    """Begin to copy the backend's weights, on rank 0, while no other work of torch is under way.
+    """Begin to copy the backend's weights, while no other work of torch is under way. Every rank calls this.
 
     Returns when training may go on, on `thread`, where torch works."""
     alone_on_cpu = device().type == "cpu" and dist.get_world_size() == 1

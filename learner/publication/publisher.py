@@ -5,8 +5,8 @@ import asyncio
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,17 +31,17 @@ from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
 from learner.publication.announcement import AdapterBase, Announcement, blobs_of
 from learner.publication.kept_versions import KeptVersions
+from learner.publication.rank_tensors import OtherRanks
 from learner.publication.snapshot_writer import SnapshotWriter
+from learner.publication.tensor_encoder import TensorEncoder, Tensors
 from storage.disk.atomic_files import Content
 from storage.model_files.packed_files import bundle, with_config, with_dtype, with_quantisation
 from storage.weights.blob_stores import BlobStore, on_bus
-from storage.weights.deltas import Delta, encode_delta
-from storage.weights.quantisation import FORMATS, Format, quantisation_config
-from storage.weights.quantised_tensors import quantised
-from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare_threads
+from storage.weights.deltas import Delta, joined_delta
+from storage.weights.quantisation import quantisation_config
+from storage.weights.tensors import Weights, own, snapshot_content
 
 log = structlog.get_logger()
-Tensors = Mapping[str, HostTensor]
 SNAPSHOT_PAUSE_S = 5.0
 """Seconds between two snapshots that somebody asked for."""
 SAME_SNAPSHOT_PAUSE_S = 60.0
@@ -66,11 +66,6 @@ WHOLE_AFTERWARDS = 10
 bits of float32 do so each time, and a delta takes longer than all else in a publication."""
 
 
-def publishing_threads(config: PublicationConfig) -> int:
-    """Return how many threads work on a publication."""
-    return config.threads or spare_threads()
-
-
 class WeightPublisher:
     """Announces versions, each after its bytes, and frees those that nobody needs any more.
 
@@ -78,12 +73,14 @@ class WeightPublisher:
     past.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one publication at a time has all of these
         self, bus: Bus, store: BlobStore, config: PublicationConfig, *,
         incarnation: str, kept: Path | None = None, base: AdapterBase | None = None,
+        others: OtherRanks | None = None,
         kernels: Mapping[str, str] = NO_KERNELS, pause_reason: Callable[[], str] = str,
     ) -> None:  # fmt: skip
-        """Publish to `store`; `kept` is a directory for the versions that stay.
+        """Publish to `store`; `kept` is a directory for the versions that stay. `others` are the ranks that
+        have some of the tensors.
 
         With `base`, what is published are adapters, and the weights that they belong to are stored once.
         `kernels` are the versions of packages that engines must have too, by name. `pause_reason` says why
@@ -98,8 +95,8 @@ class WeightPublisher:
         self._bus = bus
         self._store = store
         self._config = config
-        self._format = FORMATS.get(config.quantisation)
-        """Format in which weights are published; None for their own."""
+        self._encoder = TensorEncoder(config)
+        self._others = others
         self._publisher = Publisher(bus)
         self._incarnation = incarnation
         self._kernels = dict(kernels)
@@ -111,7 +108,7 @@ class WeightPublisher:
         self._whole_before = 0
         """Version up to which, itself not included, no delta is made."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
-        self._snapshots = SnapshotWriter(config.snapshot_bytes_per_s, publishing_threads(config))
+        self._snapshots = SnapshotWriter(config.snapshot_bytes_per_s, self._encoder.threads)
         self._keeping: set[int] = set()
         """Versions that are to stay and are not written yet."""
         self._kept = KeptVersions(config.keep_versions, kept, adapters=base is not None)
@@ -147,7 +144,7 @@ class WeightPublisher:
         self._files = await asyncio.to_thread(bundle, model)
         if config is not None:
             self._files = with_config(self._files, config)
-        if self._format is None:  # else it is known with the first weights what engines are told
+        if self._encoder.format is None:  # else it is known with the first weights what engines are told
             self._files = self._files if dtype is None else with_dtype(self._files, dtype)
             await self._put_model()
         await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
@@ -168,7 +165,7 @@ class WeightPublisher:
             await self.kept_written()  # each takes the memory of all weights until it is written
         async with self._one:
             began = time.perf_counter()
-            tensors = await self._in_format(tensors)
+            tensors = await self._in_format(tensors, policy_version)
             self._why_unchanged = why_unchanged
             announcement = Announcement(policy_version, stage, trains_from, probe, is_trained, ess_fraction)
             manifest = await self._as_delta(tensors, announcement) if await self._mended() else None
@@ -178,9 +175,9 @@ class WeightPublisher:
             log.debug("weights_published", policy_version=policy_version, **self.figures)
             await self._snapshots.release()
             if policy_version - manifest.snapshot_at >= self._config.snapshot_every:
-                self._begin_snapshot()
+                await self._begin_snapshot()
             if self._kept.lack(policy_version):
-                self._begin_kept()
+                await self._begin_kept()
             await self._retire()
             return manifest
 
@@ -240,7 +237,7 @@ class WeightPublisher:
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._set_policy(manifest)
             elif not intact or base_again or not self._answered(manifest.policy_version):
-                self._begin_snapshot()
+                await self._begin_snapshot()
 
     def _answered(self, policy_version: int) -> bool:
         """Tell whether its snapshot was stored for somebody a moment ago: the same once more would not
@@ -287,7 +284,7 @@ class WeightPublisher:
         only_snapshots = self._config.snapshot_every == 1
         if not again and (only_snapshots or announcement.policy_version < self._whole_before):
             return None
-        delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
+        delta = await self._encoded(base, tensors, announcement.policy_version)
         if delta is None:
             self._whole_before = announcement.policy_version + 1 + WHOLE_AFTERWARDS
             return None
@@ -305,7 +302,7 @@ class WeightPublisher:
         return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
 
     async def _as_snapshot(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest:
-        weights = await asyncio.to_thread(self._hashed, announcement.policy_version, tensors)
+        weights = await self._hashed(announcement.policy_version, tensors)
         before = self._weights
         same = before is not None and before.digests == weights.digests
         again = before is not None and before.policy_version == weights.policy_version
@@ -314,7 +311,7 @@ class WeightPublisher:
         self._note(weights, snapshot.size_bytes, weights.words)
         return await self._announce(weights, announcement, snapshot, announcement.policy_version)
 
-    def _begin_snapshot(self) -> None:
+    async def _begin_snapshot(self) -> None:
         """Write a snapshot of the announced weights beside what comes next, unless one is being written."""
         weights = self._announced_weights()
         version = weights.policy_version
@@ -332,7 +329,22 @@ class WeightPublisher:
             return True
 
         if not self._snapshots.busy:
+            await self._begin_writing(weights, write)
+
+    async def _begin_writing(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
+        """Have `write` store the announced weights beside what comes next; other ranks hold theirs."""
+        others = self._others
+        if others is None:
             self._snapshots.begin(weights, write)
+            return
+        await others.hold(weights.policy_version)
+
+        async def written(content: Content) -> bool:
+            is_there = await write(content)
+            await others.drop(weights.policy_version)
+            return is_there
+
+        self._snapshots.begin(weights, written)
 
     async def _announce_snapshot(self, blob: BlobRef, version: int) -> None:
         """Announce the latest version again, with the snapshot of a version that its deltas lead on from."""
@@ -353,7 +365,7 @@ class WeightPublisher:
         )  # fmt: skip
         await self._announce(self._announced_weights(), announcement, snapshot, version, deltas)
 
-    def _begin_kept(self) -> None:
+    async def _begin_kept(self) -> None:
         """Write a version that is to stay beside what comes next; a failure ends the learner."""
         weights = self._announced_weights()
         version = weights.policy_version
@@ -372,7 +384,7 @@ class WeightPublisher:
             return True
 
         self._keeping.add(version)
-        self._snapshots.begin(weights, write)
+        await self._begin_writing(weights, write)
 
     def _latest(self) -> PolicyManifest:
         if self.latest is None:
@@ -473,31 +485,30 @@ class WeightPublisher:
 
     # --- bytes ---
 
-    async def _in_format(self, tensors: Tensors) -> Tensors:
-        """Return the weights as they are published; the first time the model's config is, too.
-
-        They are quantised as whole tensors, so how ranks share the model makes no difference."""
-        if self._format is None or self._files is None:
-            return tensors
-        if self._model is None:
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            self._files = with_quantisation(self._files, quantisation_config(self._format, shapes))
+    async def _in_format(self, tensors: Tensors, policy_version: int) -> Tensors:
+        """Return all weights as they are published, those of other ranks among them; the first time the
+        model's config is, too."""
+        found, others = self._encoder.format, self._others
+        if found is not None and self._model is None and self._files is not None:
+            shapes = others.shapes(tensors) if others else {name: one.shape for name, one in tensors.items()}
+            self._files = with_quantisation(self._files, quantisation_config(found, shapes))
             await self._put_model()
-        return await asyncio.to_thread(self._quantised, tensors, self._format)
+        mine = await asyncio.to_thread(self._encoder.in_format, tensors)
+        return others.with_theirs(mine, self._encoder, policy_version) if others else mine
 
-    def _quantised(self, tensors: Tensors, found: Format) -> Tensors:
-        with ThreadPoolExecutor(publishing_threads(self._config), "quantise") as threads:
-            return quantised(tensors, found, threads)
-
-    def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta | None:
+    async def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta | None:
         """Return the delta; None for one that is not worth it, of another version than `base`."""
         most = int(WORTH_IT * base.size_bytes) if policy_version != base.policy_version else sys.maxsize
-        with ThreadPoolExecutor(publishing_threads(self._config), "encode") as threads:
-            return encode_delta(base, policy_version, tensors, threads, most_bytes=most)
+        theirs = asyncio.create_task(self._others.encoded(policy_version, most)) if self._others else None
+        mine = await asyncio.to_thread(self._encoder.encoded, base, own(tensors), most_bytes=most)
+        encoded = [mine, *(await theirs if theirs else ())]
+        join = partial(joined_delta, base, policy_version, tensors, encoded, most_bytes=most)
+        return await asyncio.to_thread(join)
 
-    def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
-        with ThreadPoolExecutor(publishing_threads(self._config), "hash") as threads:
-            return Weights.of(policy_version, tensors, threads)
+    async def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
+        digests = dict(await asyncio.to_thread(self._encoder.digests, own(tensors)))
+        digests |= await self._others.digests(policy_version) if self._others else {}
+        return Weights(policy_version, tensors, {name: digests[name] for name in tensors})
 
     async def _put_model(self) -> None:
         if self._files is None:

@@ -51,6 +51,8 @@ class WholeModel:
             | {name: self.rest.spec(name).shape for name in self.rest},
             here={self.name(own): view for own, view in text.here.items()},
             rest=_Renamed(self, text.rest),
+            pieces=text.pieces
+            and [replace(piece, names=[self.name(own) for own in piece.names]) for piece in text.pieces],
             exact={self.name(own): dtype for own, dtype in text.exact.items()} | self.rest.dtypes(),
             unchanging=_WithRest(self, text.unchanging),
         )

@@ -32,7 +32,8 @@ from learner.progress.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
 from learner.publication.probe import ProbeTurns
-from learner.publication.publisher import WeightPublisher, publishing_threads
+from learner.publication.publisher import WeightPublisher
+from learner.publication.tensor_encoder import publishing_threads
 from learner.publication.unchanged_weights import why_unchanged
 from learner.run.best_checkpoint import BestCheckpoint
 from learner.run.checkpointing import Checkpointing
@@ -78,6 +79,7 @@ class Learner:
         self._weights = WeightPublisher(
             bus, store, publication,
             incarnation=incarnation, kept=kept, base=world.rank.adapter_base,
+            others=world.rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish)),
             kernels=shared_kernels(settings.model), pause_reason=lambda: self._policy_alarm.pause_reason,
         )  # fmt: skip
         self._broadcaster = Broadcaster(

@@ -5,7 +5,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ from learner.publication.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
+from learner.publication.rank_tensors import OtherRanks, OwnTensors, Wish, answer_group
+from learner.publication.tensor_encoder import TensorEncoder
 from learner.publication.whole_model import WholeModel
 from learner.step.rl_step import train_on
 from learner.step.warmup import begin_reinforcement_learning, heldout_figures, warm_up_step
@@ -88,6 +90,8 @@ class Rank:
         self._whole = whole
         self._profiler = Profiler()
         self._host = HostCopy(published_dtype(settings.learner, settings.model), whole)
+        self._answers = answer_group(settings.learner.world.collective_timeout_s)
+        self._tensors = OwnTensors(TensorEncoder(settings.learner.publication), self._answers)
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None
         """Step of the checkpoint begun last, unless the backend has changed since."""
@@ -260,13 +264,24 @@ class Rank:
         return config
 
     async def copy_weights(self) -> Copied:
-        """Return the weights on their way to rank 0's host, to be published; nothing on the others.
+        """Return the weights on their way to the ranks' hosts, to be published.
 
         They stay until the copy after the next."""
+        copying: Future[Copied] = Future()
         if dist.get_rank() > 0:
-            await self.in_thread(lambda: deque(self._backend.exported().rest(), maxlen=0))  # to rank 0
-            return Copied({}, None)
-        return await translated(copy_weights(self._host, self._backend, self._thread))
+            self._tensors.begin(copying)
+        copied = await translated(copy_weights(self._host, self._backend, self._thread))
+        copying.set_result(copied)
+        return copied
+
+    def fulfil(self, wish: Wish) -> None:
+        """Do what rank 0 wants of the tensors that another rank has."""
+        if dist.get_rank() > 0:
+            self._tensors.fulfil(wish)
+
+    def other_ranks(self, send: Callable[[Wish], Awaitable[None]]) -> OtherRanks | None:
+        """Return the ranks besides this one, rank 0; `send` has every rank `fulfil` a wish."""
+        return None if self._answers is None else OtherRanks(self._host, self._answers, send)
 
     async def score_probe(self) -> Probe:
         """Return the probe as the weights are now score it (learner/publication/probe.py)."""

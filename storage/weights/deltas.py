@@ -59,6 +59,17 @@ class Delta:
     """Number of words that were sent: those whose bits differ, and all words of a part that travels whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedTensors:
+    """What a delta has of some tensors."""
+
+    digests: Mapping[str, bytes]
+    """Digest of every one of them, changed or not."""
+    changes: Mapping[str, TensorChange]
+    bodies: Mapping[str, list[bytes]]
+    """Bodies of the changed parts of each changed tensor."""
+
+
 def encode_delta(
     base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
     most_bytes: int = sys.maxsize,
@@ -66,11 +77,20 @@ def encode_delta(
     """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space.
 
     Returns None, and stops, as soon as it has more than `most_bytes`."""
+    encoded = encode_tensors(base, tensors, threads, most_bytes=most_bytes)
+    return joined_delta(base, policy_version, tensors, [encoded], most_bytes=most_bytes)
+
+
+def encode_tensors(
+    base: Weights, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
+    most_bytes: int = sys.maxsize,
+) -> EncodedTensors | None:  # fmt: skip
+    """Return what a delta from `base` has of these tensors, which may be some of those of a version.
+
+    Returns None, and stops, as soon as it has more than `most_bytes`."""
     items = [(name, tensor, n) for name, tensor in tensors.items() for n in range(tensor.parts)]
     encoded = in_order(threads, partial(_encoded, base), items)
-    digests: dict[str, bytes] = {}
-    changes: list[TensorChange] = []
-    bodies: list[bytes] = []
+    digests, changes, bodies = dict[str, bytes](), dict[str, TensorChange](), dict[str, list[bytes]]()
     size_bytes = 0
     for name, tensor in tensors.items():
         parts = list(islice(encoded, tensor.parts))
@@ -78,25 +98,40 @@ def encode_delta(
         changed = tuple(part.change for part in parts if part.change is not None)
         if not changed:
             continue
-        bodies += [part.body for part in parts if part.change is not None]
+        bodies[name] = [part.body for part in parts if part.change is not None]
         size_bytes += sum(change.body_bytes for change in changed)
         if size_bytes > most_bytes:
             return None  # and what is not begun yet is cancelled with `encoded`
-        changes.append(
-            TensorChange(
-                name=name, dtype=tensor.dtype, shape=tensor.shape, parts=changed, digest=digests[name]
-            )
+        changes[name] = TensorChange(
+            name=name, dtype=tensor.dtype, shape=tensor.shape, parts=changed, digest=digests[name]
         )
-    weights = Weights(policy_version, tensors, digests)
+    return EncodedTensors(digests, changes, bodies)
+
+
+def joined_delta(
+    base: Weights, policy_version: int, tensors: Mapping[str, HostTensor],
+    encoded: Sequence[EncodedTensors | None], *, most_bytes: int = sys.maxsize,
+) -> Delta | None:  # fmt: skip
+    """Return the delta that has all these changes, whoever found them, as if one had encoded `tensors`.
+
+    Returns None where there are more than `most_bytes` of them."""
+    found = [some for some in encoded if some is not None]
+    if len(found) < len(encoded):
+        return None
+    digests = {name: digest for some in found for name, digest in some.digests.items()}
+    changed = {name: some for some in found for name in some.changes}
+    order = [name for name in tensors if name in changed]
+    changes = tuple(changed[name].changes[name] for name in order)
+    weights = Weights(policy_version, tensors, {name: digests[name] for name in tensors})
     header = DeltaHeader(
         base_version=base.policy_version,
         policy_version=policy_version,
         base_digest=base.digest(),
         digest=weights.digest(),
         removed=tuple(sorted(base.tensors.keys() - tensors.keys())),
-        changes=tuple(changes),
+        changes=changes,
     )
-    data = write_delta(header, bodies)
+    data = write_delta(header, [body for name in order for body in changed[name].bodies[name]])
     if len(data) > most_bytes:
         return None
     return Delta(data, weights, sum(part.changed for change in changes for part in change.parts))

@@ -23,6 +23,8 @@ from storage.weights.quantisation import (
 )
 from storage.weights.tensors import HostTensor, Words, in_order
 
+Kind = tuple[str, tuple[int, ...]]
+"""Name of a dtype in safetensors, and a shape."""
 TASK_ELEMENTS = 1 << 23
 """Elements that a thread takes at a time: large models have millions of blocks, and tasks cost the main
 thread."""
@@ -196,4 +198,15 @@ def quantised(
         words = jobs[name].words()
         for end, (dtype, shape) in found.stored(tensor.shape, tensor.dtype).items():
             result[name + end] = HostTensor(dtype, shape, words[end])
+    return result
+
+
+def quantised_kinds(kinds: Mapping[str, Kind], found: FileFormat) -> dict[str, Kind]:
+    """Return the kinds of the tensors that `quantised` makes of tensors of these kinds."""
+    result: dict[str, Kind] = {}
+    for name, (dtype, shape) in kinds.items():
+        if is_quantised(name, shape) and all(shape):
+            result |= {name + end: kind for end, kind in found.stored(shape, dtype).items()}
+        else:
+            result[name] = dtype, shape
     return result

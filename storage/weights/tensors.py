@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bus.errors import StorageError
 from bus.process.host_limits import usable_cores
-from storage.disk.atomic_files import Content, Data
+from storage.disk.atomic_files import Data
 from storage.weights.new_memory import words_in
 
 T = TypeVar("T")
@@ -44,6 +44,8 @@ PART_BYTES = 32 << 20
 actors must have the same value."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors."""
+READ_BYTES = 8 << 20
+"""Bytes of a tensor of another process that are fetched at a time."""
 ALIGNMENT = 64
 """Bytes by whose multiple the tensors of a snapshot begin, so that processors compute fast where they lie."""
 
@@ -59,6 +61,16 @@ class HostTensor:
     """[elements], contiguous, of the element's size. It may be shared, so nobody writes into it."""
 
     @property
+    def count(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all elements."""
+        return self.count * ITEM_BYTES[self.dtype]
+
+    @property
     def parts(self) -> int:
         """Return the number of parts of the tensor."""
         return part_count(len(self.words), self.words.itemsize)
@@ -70,6 +82,33 @@ class HostTensor:
     def same_kind(self, other: "HostTensor") -> bool:
         """Return whether both have the same dtype and shape."""
         return self.dtype == other.dtype and self.shape == other.shape
+
+
+class RemoteTensor(HostTensor):
+    """A tensor whose elements another process has, which sends them when they are wanted."""
+
+    __slots__ = ("_read",)
+    _read: Callable[[int, int], Data]
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], read: Callable[[int, int], Data]) -> None:
+        """`read` returns the bytes from one place to another, and waits for them on the caller's thread."""
+        for name, value in (("dtype", dtype), ("shape", shape), ("_read", read)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def words(self) -> Words:
+        """Fetch all elements."""
+        return np.frombuffer(self._read(0, self.size_bytes), WORD[ITEM_BYTES[self.dtype]])
+
+    def reads(self) -> Iterator[Callable[[], Data]]:
+        """Yield functions that fetch the bytes, `READ_BYTES` at a time."""
+        for start in range(0, self.size_bytes, READ_BYTES):
+            yield partial(self._read, start, min(start + READ_BYTES, self.size_bytes))
+
+
+def own(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    """Return the tensors whose elements this process has."""
+    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, RemoteTensor)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +132,12 @@ class Weights:
     @property
     def size_bytes(self) -> int:
         """Return the number of bytes of all elements."""
-        return sum(tensor.words.nbytes for tensor in self.tensors.values())
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     @property
     def words(self) -> int:
         """Return the number of elements of all tensors."""
-        return sum(len(tensor.words) for tensor in self.tensors.values())
+        return sum(tensor.count for tensor in self.tensors.values())
 
     def digest(self) -> bytes:
         """xxh3-128 of the version and all names, dtypes, shapes and digests: equal for equal weights only."""
@@ -188,11 +227,26 @@ def laid_out(
     return struct.pack("<Q", len(text)) + text, places
 
 
-def snapshot_content(weights: Weights) -> Content:
-    """Return all tensors as the content of a safetensors file, in their own memory."""
+@dataclass(frozen=True)
+class SnapshotContent:
+    """All tensors of a version as the content of a safetensors file."""
+
+    pieces: Sequence[Data | Callable[[], Data]]
+    """What this process has, in its own memory, and functions that fetch what other processes have."""
+
+    def __iter__(self) -> Iterator[Data]:
+        return (piece() if callable(piece) else piece for piece in self.pieces)
+
+
+def snapshot_content(weights: Weights) -> SnapshotContent:
+    """Return the content of a snapshot."""
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
-    return [beginning, *(weights.tensors[name].words.data for name in places)]
+    pieces: list[Data | Callable[[], Data]] = [beginning]
+    for name in places:
+        tensor = weights.tensors[name]
+        pieces += tensor.reads() if isinstance(tensor, RemoteTensor) else [tensor.words.data]
+    return SnapshotContent(pieces)
 
 
 def read_snapshot(

@@ -60,7 +60,8 @@ from learner.backends.factory import close_world, init_world
 from learner.distributed.process_group import device
 from learner.publication.announcement import AdapterBase
 from learner.publication.broadcast import Broadcaster
-from learner.publication.publisher import WeightPublisher, publishing_threads
+from learner.publication.publisher import WeightPublisher
+from learner.publication.tensor_encoder import publishing_threads
 from storage.weights.blob_sources import BlobSource, blob_source
 from storage.weights.blob_stores import BlobStore, blob_store, chosen_transport
 

@@ -73,6 +73,24 @@ NO_TENSORS: Callable[[], Iterator[tuple[str, Tensor]]] = partial(iter, ())
 
 
 @dataclass(frozen=True, slots=True)
+class ExportedPiece:
+    """Rows of a weight that this rank has, and where they lie in the published tensors."""
+
+    rows: Tensor
+    """[rows, columns], a view of the weight."""
+    dtype: torch.dtype
+    """What it is computed with in; its memory may have another."""
+    names: Sequence[str]
+    """Published tensors of which there are rows."""
+    tensors: Tensor
+    """int64 [rows], the number of each row's tensor among `names`."""
+    starts: Tensor
+    """int64 [rows], the place in that tensor of each row's first element."""
+    step: int = 1
+    """Distance there of the elements of a row from one another."""
+
+
+@dataclass(frozen=True, slots=True)
 class Exported:
     """The weights by Hugging Face name, or adapters by peft's, where they lie."""
 
@@ -88,6 +106,10 @@ class Exported:
     unchanging: Callable[[], Iterator[tuple[str, Tensor]]] = NO_TENSORS
     """Reads those that are not trained and lie with the initial model, on the first rank, one after another;
     an equal function reads equal ones."""
+    pieces: Sequence[ExportedPiece] | None = None
+    """This rank's part of the weights, where the ranks share them: together they have each element at least
+    once, and each time the same rows in the same order. `here` and `rest` have nothing then. None where
+    rank 0 has or gathers all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +315,7 @@ class Backend(Protocol):
         Every rank calls this and exhausts the iterator."""
 
     def exported(self) -> Exported:
-        """Return what is published as rank 0 has it, to copy it at once; every rank exhausts `Exported.rest`.
+        """Return what is published, to copy it at once; every rank takes its part of it.
 
         These are the weights, or with `learner.lora.publish=adapter` the adapters by peft's names."""
 

@@ -15,7 +15,14 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.contract.backend import CriticSource, Exported, StepResult, TrainedAdapters
+from learner.backends.contract.backend import (
+    NO_TENSORS,
+    CriticSource,
+    Exported,
+    ExportedPiece,
+    StepResult,
+    TrainedAdapters,
+)
 from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
@@ -29,7 +36,7 @@ from learner.backends.fsdp.optimizer import ShardedOptimizer
 from learner.backends.fsdp.quantised import rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.sglang_model import refuse_other_dtype
-from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
+from learner.backends.fsdp.weights import exported_pieces, load_weights, local, stream_weights, whole_here
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.sglang_kernels.kernels import SglangKernels
@@ -114,6 +121,8 @@ class FsdpTrainer:
         """What a checkpoint copies, for which nothing may change yet."""
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
+        self._pieces: tuple[list[int], list[ExportedPiece]] | None = None
+        """Where the weights lay when these were made."""
         self.frozen = FrozenPolicies(self._live, load=self._load)
         self.counts = UpdateCounts()
         self.set_optimizer(optimizer)
@@ -305,11 +314,18 @@ class FsdpTrainer:
         return stream_weights(tensors, self._names, self.dtype, finish=self._adapters.merge)
 
     def exported(self) -> Exported:
-        """Return what is published as rank 0 has it; every rank calls this and exhausts the rest."""
+        """Return what is published; every rank takes its part of it."""
         self._settle()
         adapters = self._adapters
         if adapters is not None and adapters.config.publish == "adapter":
             return adapters.exported(self.dtype)
+        if dist.get_world_size() > 1 and adapters is None:
+            addresses = [local(tensor).data_ptr() for tensor in self._tensors.values()]
+            if self._pieces is None or self._pieces[0] != addresses:
+                found = list(exported_pieces(self._tensors, self._names, self.dtype))
+                self._pieces = addresses, found
+            pieces = self._pieces[1]
+            return Exported(self._names.files, {}, NO_TENSORS, self._float32_buffers, pieces=pieces)
         here: dict[str, Tensor] = {}
         if dist.get_world_size() == 1 and self.dtype == torch.float32:
             unmerged = {name: each for name, each in self._tensors.items() if name not in (adapters or ())}

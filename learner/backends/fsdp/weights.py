@@ -5,6 +5,7 @@ experts, it reads as a whole. On the way out one tensor at a time is whole.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bus.errors import ConfigError, listed
 from bus.process.work_progress import tracked
+from learner.backends.contract.backend import ExportedPiece
 from learner.backends.fsdp.names import FileNames
 from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import State, part_of, spec_of
@@ -116,3 +118,41 @@ def whole_here(tensors: Mapping[str, Tensor], names: FileNames) -> dict[str, Ten
         if are_views and all(part.is_contiguous() for part in parts.values()):
             views |= parts
     return views
+
+
+def exported_pieces(
+    tensors: Mapping[str, Tensor], names: FileNames, dtype: torch.dtype
+) -> Iterator[ExportedPiece]:
+    """Yield this rank's rows of each weight, computed with in `dtype`; those of buffers, which every rank
+    has, on rank 0."""
+    for name, tensor in tensors.items():
+        mine, files = local(tensor), names.tensors[name].files
+        if not mine.numel() or not (isinstance(tensor, DTensor) or dist.get_rank() == 0):
+            continue
+        width, numbers, starts = _places(name, tuple(tensor.shape), names)
+        first = first_row(tensor) * (len(starts) // tensor.shape[0] if tensor.dim() else 1)
+        rows = mine.reshape(-1, width)
+        place = slice(first, first + len(rows))
+        computed = dtype if isinstance(tensor, DTensor) else tensor.dtype
+        yield ExportedPiece(rows, computed, tuple(files), numbers[place], starts[place])
+
+
+def _places(name: str, shape: tuple[int, ...], names: FileNames) -> tuple[int, Tensor, Tensor]:
+    """Return the width of the longest rows of a tensor of the model that files have in one piece, and in
+    which of its tensors in files, and where there, each row begins.
+
+    Files divide and turn most tensors by rows, and what is done to numbers of rows says how."""
+    files = names.tensors[name].files
+    width = prod(shape[-1:]) if len(shape) > 1 else 1
+    if names.tensors[name].is_as_in_files:
+        starts = torch.arange(prod(shape) // width) * width
+        return width, torch.zeros_like(starts), starts
+    found = names.split(name, torch.arange(prod(shape[:-1])).view(*shape[:-1], 1))
+    if any(tuple(part.shape) != (*files[file][:-1], 1) for file, part in found.items()):
+        width, found = 1, names.split(name, torch.arange(prod(shape)).view(shape))
+    numbers, starts = (torch.empty(prod(shape) // width, dtype=torch.int64) for _ in range(2))
+    for number, file in enumerate(files):
+        rows = found[file].flatten()
+        numbers[rows] = number
+        starts[rows] = torch.arange(len(rows)) * width
+    return width, numbers, starts

@@ -263,13 +263,13 @@ class Trainer:
         return weights if self.lora is None else self.lora.merged(weights)
 
     def exported(self) -> Exported:
-        """Return what is published as rank 0 has it, to copy it at once; every rank exhausts the rest."""
+        """Return what is published, to copy it at once; every rank takes its part of it."""
         self.settle_parameters()
         if self.lora is None:
             return self._export.views()
         if self.lora.config.publish == "adapter":
             return self.lora.exported(self.dtype)
-        return replace(self._export.views(), here={}, rest=self._merged)
+        return replace(self._export.views(), here={}, rest=self._merged, pieces=None)
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         assert self.lora is not None  # it merges what is published

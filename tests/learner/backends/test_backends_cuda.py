@@ -125,7 +125,7 @@ def test_a_copy_beside_the_next_step_has_the_weights_that_are_not_rounded(backen
     trainer.keep_until(copied.done)
     trainer.train_step(pack(random_samples(LENGTHS), 40), TIS, policy_version=0)
     copied.done.synchronize()
-    for name, tensor in copied._tensors.items():
+    for name, tensor in copied.wait().items():
         assert (tensor.words == expected[name].words).all(), name
 
 

@@ -18,6 +18,7 @@ from learner.backends.megatron.weights.rank_weights import export_hf_weights, lo
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.distributed.process_group import gathered
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication.host_copy import HostCopy
 from tests.learner.division import divide_world
@@ -243,26 +244,28 @@ def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, T
     model = tiny_model(**dict(case.model))
     trainer = Trainer(model.config, hf_state(model), OPTIMIZER, dtype=dtype, parallel=case.parallel)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    steps = []
+    steps, host = [], HostCopy(dtype)
     for step in range(STEPS):
         samples = random_samples(LENGTHS, seed=step, versions=(2, 3), temperatures=(0.5, 0.8, 2.0))[
             rank::ranks
         ]
         batches = pack(samples, case.budget)
         steps.append(trainer.train_step(batches, TIS, policy_version=3))
-    weights = trainer.export()
-    assert copied(trainer) == host_words(weights)
+        weights = trainer.export()
+        assert copied(host, trainer) == host_words(weights)
     return steps, weights
 
 
-def copied(trainer: Trainer) -> dict[str, bytes]:
-    """The weights as rank 0 copies them to publish them; nothing on the other ranks."""
-    if dist.get_rank() != 0:
-        return host_words(trainer.export())
-    return {
-        name: words.words.tobytes()
-        for name, words in HostCopy(trainer.dtype).take(trainer.exported())._tensors.items()
-    }
+def copied(host: HostCopy, trainer: Trainer) -> dict[str, bytes]:
+    """The weights that all ranks together have on their hosts to publish them, on rank 0."""
+    mine = host.take(trainer.exported()).wait()
+    of_ranks = gathered({name: tensor.words.tobytes() for name, tensor in mine.items()})
+    assert sum(map(len, of_ranks)) == len(trainer.exported().shapes), "some tensor is not on one rank alone"
+    return (
+        {name: words for of_rank in of_ranks for name, words in of_rank.items()}
+        if dist.get_rank() == 0
+        else {}
+    )
 
 
 def host_words(weights: dict[str, Tensor]) -> dict[str, bytes]:

@@ -105,9 +105,9 @@ async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus,
 async def test_updates_that_move_nearly_all_bits_are_whole_and_no_delta_of_each_is_made(
     bus, publisher, monkeypatch
 ):
-    made, encode = [], publishing.encode_delta
+    made, join = [], publishing.joined_delta
     monkeypatch.setattr(
-        publishing, "encode_delta", lambda *given, **most: [made.append(given[1]), encode(*given, **most)][1]
+        publishing, "joined_delta", lambda *given, **most: [made.append(given[1]), join(*given, **most)][1]
     )
 
     async def published(version, seed):

@@ -22,7 +22,7 @@ from learner.publication.publisher import WeightPublisher
 from learner.publication.snapshot_writer import HeldContent
 from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_sources import Blobs
-from storage.weights.tensors import HostTensor, Weights, snapshot_content
+from storage.weights.tensors import HostTensor, SnapshotContent, Weights, snapshot_content
 
 TIMEOUT_S = 20
 WORDS = 400_000
@@ -38,7 +38,7 @@ class SlowDisk(FileBlobs):
     async def put(self, content, *tokens, refuses=""):
         if refuses in tokens:
             raise BusError("refused")
-        beside = not isinstance(content, list)
+        beside = not isinstance(content, list | SnapshotContent)
         return await super().put(self._slowly(content) if beside else content, *tokens)
 
     def _slowly(self, content):

@@ -22,6 +22,7 @@ from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
+from learner.distributed.process_group import gathered
 from learner.host_memory.host_tensors import host_tensors
 from learner.logprobs.recorded_logprobs import recorded_logprobs
 from learner.publication.host_copy import HostCopy, copy_weights
@@ -124,18 +125,17 @@ def whole(root: Path) -> str:
 
 
 def copies() -> bool:
-    """Tell whether rank 0 gets all weights each time, while the other ranks only send theirs."""
+    """Tell whether the ranks together have all weights on their hosts each time."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
     expected = host_tensors(model.state_dict())
     host, thread = HostCopy(torch.float32), ThreadPoolExecutor(1)
     for _ in range(3):
-        if dist.get_rank() != 0:
-            trainer.export()
-            continue
-        state = asyncio.run(copy_weights(host, trainer, thread))._tensors
+        mine = asyncio.run(copy_weights(host, trainer, thread)).wait()
+        of_ranks = gathered({name: tensor.words for name, tensor in mine.items()})
+        state = {name: words for of_rank in of_ranks for name, words in of_rank.items()}
         if state.keys() != expected.keys() or any(
-            not np.array_equal(weight.words, expected[name].words) for name, weight in state.items()
+            not np.array_equal(words, expected[name].words) for name, words in state.items()
         ):
             return False
     return True

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.contract.backend import Exported
+from learner.backends.contract.backend import NO_TENSORS, Exported, ExportedPiece
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.core.megatron_core import MegatronModule
+from learner.backends.megatron.weights.pieces import exported_pieces
 from learner.backends.megatron.weights.rank_weights import (
     Holders,
     exported_shapes,
@@ -19,6 +20,7 @@ from learner.backends.megatron.weights.rank_weights import (
     stream_hf_weights,
     whole_on_rank_0,
 )
+from learner.backends.megatron.weights.stacks import places_in, stacks_of
 from learner.model_directories.lazy_weights import SomeWeights
 
 
@@ -68,17 +70,17 @@ class WeightExport:
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.stream()}
 
     def views(self) -> Exported:
-        """Return the weights as rank 0 has them; every rank exhausts the rest."""
+        """Return the weights where they lie; every rank takes its part."""
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if self._exported is None or self._addresses != addresses:
-            holders, rules = self._holders(), self._rules
-            here = whole_on_rank_0(self._chunks, self._hf_config, holders, rules=rules)
+            holders, rules, alone = self._holders(), self._rules, dist.get_world_size() == 1
+            here = whole_on_rank_0(self._chunks, self._hf_config, rules=rules) if alone else {}
             shapes = exported_shapes(self._hf_config, holders, rules=rules)
-            rest = partial(
-                stream_hf_weights, self._chunks, self._hf_config, holders, without=here, rules=rules
-            )
-            if len(here) == len(shapes):
-                rest = partial(iter, ())  # nobody sends any
+            rest = NO_TENSORS
+            if alone and len(here) < len(shapes):
+                rest = partial(
+                    stream_hf_weights, self._chunks, self._hf_config, holders, without=here, rules=rules
+                )
             self._addresses = addresses
             self._exported = Exported(
                 shapes | {name: self._beside.spec(name).shape for name in self._beside},
@@ -86,8 +88,14 @@ class WeightExport:
                 rest,
                 float32_weights(rules or self._model_rules()) | self._beside.dtypes(),
                 self._others,
+                None if alone else list(self._pieces()),
             )
         return self._exported
+
+    def _pieces(self) -> Iterator[ExportedPiece]:
+        places = {} if self._rules is not None else places_in(stacks_of(self._hf_config))
+        rules = self._rules or self._model_rules()
+        return exported_pieces(self._chunks, shape_of(self._hf_config), rules, places)
 
     def _model_rules(self) -> Iterator[Rule]:
         return family_of(self._hf_config).rules(shape_of(self._hf_config))

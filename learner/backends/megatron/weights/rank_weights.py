@@ -158,29 +158,24 @@ def exported_shapes(
 
 
 def whole_on_rank_0(
-    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders", *,
-    rules: Iterable[Rule] | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return views of the weights of which rank 0 has all, but not of several experts together or of what is
-    scattered; the other ranks get nothing.
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, *, rules: Iterable[Rule] | None = None
+) -> dict[str, Tensor]:
+    """Return views of the weights in a world of one, but not of several experts together or of what is
+    scattered.
 
     Their elements are in the order of the Hugging Face tensor, whose shape they need not have. They are good
     as long as the parameters stay where they lie.
     """
-    if dist.get_rank() != 0:
-        return {}
     shape = shape_of(hf_config)
     slices = slices_of(chunks)
     views: dict[str, Tensor] = {}
     in_stacks = places_in(stacks_of(hf_config))
     for rule in family_of(hf_config).rules(shape) if rules is None else rules:
-        mine = slices.get(rule.megatron)
         if rule.parts[0] in in_stacks or rule.layout.scattered:
             continue
-        if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
-            parts = rule.layout.split(mine.parameter, shape)
-            rows = shape.vocab if rule.counts_tokens else None
-            views |= {name: part[:rows] for name, part in zip(rule.parts, parts, strict=True)}
+        parts = rule.layout.split(slices[rule.megatron].parameter, shape)
+        rows = shape.vocab if rule.counts_tokens else None
+        views |= {name: part[:rows] for name, part in zip(rule.parts, parts, strict=True)}
     return views
 
 

@@ -1,0 +1,156 @@
+"""Several ranks publish together what one rank that gathers all weights would, to the byte."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.server.nats_server import NatsServer
+from learner.backends.factory import build_backend
+from learner.config.learner import LearnerConfig
+from learner.config.model import ModelConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.config.publication import PublicationConfig
+from learner.data.packing import pack
+from learner.distributed.process_group import gathered
+from learner.host_memory.host_tensors import host_tensors
+from learner.publication import divided_weights
+from learner.publication.publisher import WeightPublisher
+from learner.publication.shared_copy import SharedCopy
+from learner.publication.tensor_encoder import TensorEncoder
+from learner.world.channel import Channel
+from learner.world.rank import Rank
+from learner.world.world import World
+from storage.weights.blob_sources import Blobs
+from storage.weights.blob_stores import BusBlobs
+from storage.weights.deltas import encode_delta
+from storage.weights.tensors import Weights, own, snapshot_content
+from tests.learner.division import divide_world
+from tests.learner.mini_run import MiniRun
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+
+VERSIONS = 4
+CASES = {
+    "fsdp": (2, "fsdp", {}, {"family": "qwen3", "tied": True}, {}),
+    "megatron": (2, "megatron", {"tensor": 2, "sequence": True}, {"family": "glm4_moe"}, {}),
+    "fp8": (2, "megatron", {"pipeline": 2}, {"family": "qwen3"}, {"quantisation": "fp8_block"}),
+    "mixture": (4, "fsdp", {}, {"family": "qwen3_moe"}, {"quantisation": "fp8_tensor"}),
+    "stacks": (4, "megatron", {"expert": 2, "pipeline": 2}, {"family": "gpt_oss"}, {"snapshot_every": 2}),
+}
+
+
+IN_SMALL_CHUNKS = ("megatron", "mixture")
+
+
+class TrainingRank(Rank):
+    def train_a_little(self, seed: int) -> None:
+        samples = random_samples([9, 17, 5, 12], seed=seed)[self.share :: self.shares]
+        self._backend.train_step(pack(samples, 40), TIS, policy_version=0)
+
+    async def trained(self, seed: int) -> Weights:
+        """Train; return all weights as rank 0 gathers them, and has them in the dtype of publication."""
+
+        def work() -> Weights:
+            self.train_a_little(seed)
+            exact, whole = self._backend.exported().exact, self._backend.export()
+            return Weights.of(
+                seed, host_tensors({n: t.to(exact.get(n, torch.bfloat16)).cpu() for n, t in whole.items()})
+            )
+
+        return await self.in_thread(work)
+
+    async def bytes_held(self) -> tuple[list[int], int]:
+        """Return the bytes of each rank's two sets of tensors and of its copy for comparing, and of all."""
+        divided = self._host.divided
+        mine = [
+            sum(each.nbytes for each in (*some._sets, *(chunk._kept for chunk in some._chunks)))
+            for some in divided._of_dtypes
+        ]
+        whole = sum(torch.Size(shape).numel() * 2 for shape in divided.shapes.values())
+        return await self.in_thread(lambda: gathered(sum(mine))), whole
+
+
+def publish(url: str, directory: Path, name: str) -> tuple[list[int], int] | None:
+    with pytest.MonkeyPatch.context() as patched:
+        if name in IN_SMALL_CHUNKS:
+            patched.setattr(divided_weights, "CHUNK_ELEMENTS", {"cpu": 1000})
+            patched.setattr(divided_weights, "ROUND_ELEMENTS", 5000)
+            patched.setattr(divided_weights, "WAITING_CHANGES", 700)
+        return asyncio.run(_publish(url, directory, name))
+
+
+async def _publish(url: str, directory: Path, name: str) -> tuple[list[int], int] | None:
+    _, backend_name, layout, family, publication = CASES[name]
+    torch.manual_seed(0)
+    model, parallel, stop = tiny_model(**family), ParallelConfig(**layout), asyncio.Event()
+    divide_world(parallel)
+    backend = build_backend(
+        ModelConfig(dtype="bfloat16"), model.config, hf_state(model), OptimizerConfig(lr=3e-6), parallel,
+        backend=backend_name,
+    )  # fmt: skip
+    settings = MiniRun(None, directory, None, directory / "none").settings()
+    learner = LearnerConfig(backend=backend_name, publication=PublicationConfig(threads=1, **publication))
+    settings = replace(settings, learner=learner, model=ModelConfig(dtype="bfloat16"))
+    with ThreadPoolExecutor(1) as thread:
+        rank = TrainingRank(backend, settings, reader=None, demonstrations=None, thread=thread)
+        world = World(Channel(stop), rank, settings)
+        if dist.get_rank() > 0:
+            await world.follow()
+            return None
+        async with Bus.connect(BusConfig(url=url), "test", name="rank 0") as bus, world.led(stop):
+            await publish_and_compare(bus, world, rank, settings.learner.publication, directory)
+            return await world.call(TrainingRank.bytes_held)
+
+
+async def publish_and_compare(
+    bus: Bus, world: World, rank: Rank, config: PublicationConfig, directory: Path
+) -> None:
+    others, encoder = rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish)), TensorEncoder(config)
+    publisher = WeightPublisher(bus, BusBlobs(bus), config, incarnation="one", others=others)
+    await publisher.start(directory)
+    before = None
+    for version in range(VERSIONS):
+        whole = await world.call(TrainingRank.trained, version)
+        expected = Weights.of(version, encoder.in_format(whole.tensors))
+        copied = await world.call(Rank.copy_weights)
+        await world.call(TrainingRank.trained, 100 + version)  # what is copied stays as it is
+        manifest = await publisher.publish(
+            await copied.arrived(), policy_version=version, stage="rl", trains_from=0
+        )
+        await publisher.snapshots_written()
+        announced = publisher.announced()
+        assert announced.digest() == expected.digest()
+        assert len(own(announced.tensors)) < len(announced.tensors)
+        if manifest.snapshot_at < version:
+            delta = encode_delta(before, version, expected.tensors)
+            assert 0 < delta.sent_words < expected.words / 2
+            assert bytes(await Blobs(bus).get(manifest.deltas[-1].blob)) == delta.data
+        if publisher.latest.snapshot_at == version:
+            found = bytes(await Blobs(bus).get(publisher.latest.snapshot))
+            assert found == b"".join(snapshot_content(expected))
+        before = expected
+    assert manifest.deltas, "no version was a delta"
+    sent, alone = [await asyncio.to_thread(SharedCopy, each) for each in (announced, expected)]
+    assert bytes(sent.memory.bytes) == bytes(alone.memory.bytes), "a broadcast would have other weights"
+    await publisher.close()
+
+
+@pytest.mark.nats
+@pytest.mark.usefixtures("bus")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+async def test_ranks_that_divide_the_weights_publish_what_one_rank_with_all_of_them_would(
+    server: NatsServer, worlds, tmp_path, name
+):
+    (tmp_path / "config.json").write_text("{}")
+    ranks = CASES[name][0]
+    [(held, whole), *_] = await asyncio.to_thread(worlds.run, ranks, publish, server.url, tmp_path, name)
+    assert sum(held) >= 3 * whole
+    assert max(held) < 1.5 * 3 * whole / ranks, "a rank has more than its share"
