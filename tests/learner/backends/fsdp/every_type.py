@@ -158,9 +158,7 @@ def _write(outcomes: list[Outcome]) -> None:
     before, _ = PAGE.read_text().split(MARK)
     groups: dict[str, list[str]] = {}
     for each in sorted(outcomes, key=lambda each: (each.verdict != "trains", each.kind)):
-        why = re.sub(r"^\w+(ForCausalLM|LMHeadModel|Decoder)\b:? ?", "", each.says)
-        title = each.verdict if each.verdict == "trains" else f"{each.verdict}, {why}"
-        groups.setdefault(title, []).append(f"`{each.kind}`")
+        groups.setdefault(each.verdict, []).append(f"`{each.kind}`")
     items = [f"- {title}: {', '.join(kinds)}" for title, kinds in groups.items()]
     lines = [fill(i, 110, subsequent_indent="  ", break_on_hyphens=False) for i in items]
     PAGE.write_text(before + MARK + "\n".join(lines) + "\n")
