@@ -4,6 +4,7 @@ With DASHBOARD_PICTURES=docs/pictures the pictures of the documentation are made
 
 import asyncio
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,11 +21,12 @@ from bus.streams.publish import Publisher
 from launch.dashboard.open_runs import OpenRuns
 from launch.run_view import run_status
 from launch.settings.run_config import RunConfig
+from soak.link import HOST, faulty_link
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.dashboard.run_on_disk import make_run, make_supervised_run, write_held_out_answers
 from tests.launch.dashboard.test_dashboard_server import TOKEN, no_bus, served
 from tests.launch.messages import actor, learner, metrics, storage
-from tests.launch.run_view.test_run_status import answer
+from tests.launch.run_view.test_run_status import answer, speaking
 from tests.storage.serving import manifest, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright: pip install playwright")
@@ -449,6 +451,30 @@ async def test_why_a_run_does_not_answer_is_said(tmp_path: Path):
         for column, order in (("step", ["better", "silent"]), ("state", ["silent", "better"])):
             await page.get_by_role("button", name=column).click()
             assert await names.all_inner_texts() == order
+
+
+@pytest.mark.nats
+async def test_a_page_that_is_cut_off_says_that_the_run_is_not_known_and_since_when(
+    bus: Bus, server: NatsServer, tmp_path: Path
+):
+    run = make_run(tmp_path, "test", steps=3)
+    run.write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
+    await answer(bus)
+    async with faulty_link(server.port) as link, speaking(bus, storage(), learner(), actor()):
+        where = RunConfig(run="test", bus=BusConfig(url=f"nats://{HOST}:{link.port}"))
+        with (run.path / "lock").open("w"):  # held by this process: the run goes on
+            async with served(OpenRuns(tmp_path, lambda run: where)) as url, opened(url) as page:
+                await page.goto(f"{url}/#/runs/test")
+                await page.locator(".place.works", has_text="Learner").wait_for()
+                link.flows.clear()
+                words = page.locator(".words", has_text="How the run is now is not known (")
+                await words.wait_for()
+                last = r"; it answered last at \d\d:\d\d:\d\d \(.* s\)\)\. Its last metrics came "
+                assert re.search(f"no answer.*{last}", await words.inner_text())
+                assert await page.locator(".place").count() == 0, "no part is told as it was"
+                await check(page)
+                link.flows.set()
+                await page.locator(".place.works", has_text="Learner").wait_for()
 
 
 CAUSES = {
