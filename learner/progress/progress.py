@@ -84,6 +84,13 @@ class Progress:
         pair = self.evaluations.get(str(policy_version))
         return None if pair is None else pair[0]
 
+    def lacks_evaluation(self, every: int) -> bool:
+        """Return whether the last version that was to be measured, of those of every so many steps, has no
+        result: a stop may have come first."""
+        if not every or self.stage != "rl":
+            return False
+        return self.sampled_accuracy(self.trains_from + self.step - self.step % every) is None
+
     def note_evaluation(
         self, policy_version: int, sampled: float, greedy: float, *, target: float | None
     ) -> None:

@@ -165,7 +165,8 @@ class Learner:
         await self._publish()
         await self._published()
         self._joined = True
-        if self.progress.policy_version == 0 or self._best.asks_again:
+        lacks = self.progress.lacks_evaluation(self._settings.evaluation.every_versions)
+        if self.progress.policy_version == 0 or self._best.asks_again or lacks:
             await self._evaluate()
 
     # --- warm-up ---
