@@ -185,19 +185,20 @@ class _Chunk:
         self._parts = parts
         names = {name for number, _ in parts for name in pieces[number].names}
         self._holders = sorted({holders[name] for name in names})
-        starts, begins, widths, steps = [], [0], [], []
+        end, runs = 0, list[Tensor]()
         for number, place in parts:
-            piece = pieces[number]
+            piece, width = pieces[number], pieces[number].rows.shape[1]
             of_tensor = torch.tensor([firsts[name] for name in piece.names])
-            starts.append(piece.starts[place] + of_tensor[piece.tensors[place]])
-            widths.append(piece.rows.shape[1])
-            steps.append(piece.step)
-            begins.append(begins[-1] + len(starts[-1]) * widths[-1])
-        rows = [0, *accumulate(len(each) for each in starts)]
-        self._kept = torch.zeros(begins[-1], dtype=INTEGERS[dtype.itemsize], device=device())
-        self._starts = torch.cat(starts).to(device())
-        table = torch.tensor([begins[:-1], begins[1:], widths, steps, rows[:-1]], device=device())
-        self._begins, self._ends, self._widths, self._steps, self._rows = table
+            starts = piece.starts[place] + of_tensor[piece.tensors[place]]
+            begins = end + torch.arange(len(starts)) * width
+            run = torch.stack((begins, starts - begins * piece.step, torch.full_like(starts, piece.step)))
+            goes_on = (starts.diff(prepend=starts[:1]) == width) & (piece.step == 1)
+            runs.append(run[:, ~goes_on])
+            end += len(starts) * width
+        self._begins, self._shifts, self._steps = torch.cat(runs, 1).to(device())
+        """Where runs of elements begin whose places follow one another, and what makes places of elements."""
+        self._by_one = bool((self._steps == 1).all())
+        self._kept = torch.zeros(end, dtype=INTEGERS[dtype.itemsize], device=device())
 
     def find(self, pieces: Pieces, bounds: Sequence[int], into: Sequence[list[_Changes]]) -> None:
         """Find what changed since the call before, for each rank that has some of it."""
@@ -209,10 +210,10 @@ class _Chunk:
         found = _differing(new, self._kept)
         words = new[found]
         self._kept.copy_(new)
-        part = torch.bucketize(found, self._ends, right=True)
-        inside = found - self._begins[part]
-        row = self._rows[part] + inside // self._widths[part]
-        places = self._starts[row] + inside % self._widths[part] * self._steps[part]
+        counts = torch.searchsorted(found, self._begins).diff(append=found.new_tensor([len(found)]))
+        if not self._by_one:
+            found = found * self._steps.repeat_interleave(counts, output_size=len(found))
+        places = found + self._shifts.repeat_interleave(counts, output_size=len(found))
         if len(self._holders) == 1:
             into[self._holders[0]].append(_Changes(places, words))
             return

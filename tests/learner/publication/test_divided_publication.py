@@ -36,13 +36,15 @@ from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
-VERSIONS = 4
+VERSIONS = 5
+SLOWLY = {"snapshot_every": 2, "snapshot_bytes_per_s": 30_000}
+"""Snapshots are still being written when their memory has later versions."""
 CASES = {
-    "fsdp": (2, "fsdp", {}, {"family": "qwen3", "tied": True}, {}),
+    "fsdp": (2, "fsdp", {}, {"family": "qwen3", "tied": True}, SLOWLY),
     "megatron": (2, "megatron", {"tensor": 2, "sequence": True}, {"family": "glm4_moe"}, {}),
     "fp8": (2, "megatron", {"pipeline": 2}, {"family": "qwen3"}, {"quantisation": "fp8_block"}),
     "mixture": (4, "fsdp", {}, {"family": "qwen3_moe"}, {"quantisation": "fp8_tensor"}),
-    "stacks": (4, "megatron", {"expert": 2, "pipeline": 2}, {"family": "gpt_oss"}, {"snapshot_every": 2}),
+    "stacks": (4, "megatron", {"expert": 2, "pipeline": 2}, {"family": "gpt_oss"}, SLOWLY),
 }
 
 
@@ -65,6 +67,12 @@ class TrainingRank(Rank):
             )
 
         return await self.in_thread(work)
+
+    async def changes(self) -> int:
+        """Return how many changes the ranks exchanged for the newest version."""
+        newest = [each._newest for each in self._host.divided._of_dtypes]
+        mine = sum(len(changes.places) for some in newest if some for changes in some)
+        return sum(await self.in_thread(lambda: gathered(mine)))
 
     async def bytes_held(self) -> tuple[list[int], int]:
         """Return the bytes of each rank's two sets of tensors and of its copy for comparing, and of all."""
@@ -115,28 +123,32 @@ async def publish_and_compare(
     others, encoder = rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish)), TensorEncoder(config)
     publisher = WeightPublisher(bus, BusBlobs(bus), config, incarnation="one", others=others)
     await publisher.start(directory)
-    before = None
+    expected_of: dict[int, Weights] = {}
     for version in range(VERSIONS):
         whole = await world.call(TrainingRank.trained, version)
         expected = Weights.of(version, encoder.in_format(whole.tensors))
         copied = await world.call(Rank.copy_weights)
+        exchanged = await world.call(TrainingRank.changes)
         await world.call(TrainingRank.trained, 100 + version)  # what is copied stays as it is
         manifest = await publisher.publish(
             await copied.arrived(), policy_version=version, stage="rl", trains_from=0
         )
-        await publisher.snapshots_written()
         announced = publisher.announced()
         assert announced.digest() == expected.digest()
         assert len(own(announced.tensors)) < len(announced.tensors)
         if manifest.snapshot_at < version:
-            delta = encode_delta(before, version, expected.tensors)
+            delta = encode_delta(expected_of[version - 1], version, expected.tensors)
             assert 0 < delta.sent_words < expected.words / 2
             assert bytes(await Blobs(bus).get(manifest.deltas[-1].blob)) == delta.data
-        if publisher.latest.snapshot_at == version:
-            found = bytes(await Blobs(bus).get(publisher.latest.snapshot))
-            assert found == b"".join(snapshot_content(expected))
-        before = expected
+            if config.snapshot_every == 2:  # neither in small chunks nor quantised
+                assert exchanged == delta.sent_words
+        expected_of[version] = expected
     assert manifest.deltas, "no version was a delta"
+    await publisher.snapshots_written()
+    latest = publisher.latest
+    assert (latest.snapshot_at > 0) == (config.snapshot_every == 2)
+    found = bytes(await Blobs(bus).get(latest.snapshot))
+    assert found == b"".join(snapshot_content(expected_of[latest.snapshot_at]))
     sent, alone = [await asyncio.to_thread(SharedCopy, each) for each in (announced, expected)]
     assert bytes(sent.memory.bytes) == bytes(alone.memory.bytes), "a broadcast would have other weights"
     await publisher.close()
