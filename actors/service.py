@@ -213,18 +213,7 @@ def _actor(
     )  # fmt: skip
     if settings.actors.offers_native_tools:
         policy.refuse_unread_calls()
-    parts = WorkerParts(
-        account=settings.account,
-        retries=settings.actors.retries,
-        first_calls=FirstCalls(settings.actors) if settings.calls_rewards else None,
-        failures=EnvironmentFailures(environment, settings.actors.failures, serves=lambda: engine.serves),
-        interruption=settings.actors.interruption,
-        share_after_s=settings.actors.share_after_s,
-        further={name: one.leases for name, one in engines.further.items()},
-        admission=LeaseAdmission(
-            policy.contexts, lambda: engine.kv_tokens, soft_share=settings.actors.fleet.soft_kv_share
-        ),
-    )
+    parts = _worker_parts(settings, engines, policy, environment)
     worker = Worker(
         bus, policy, environment, parts,
         follower=follower, keep=keep, shards=settings.shards, name=actor_name(),
@@ -242,6 +231,25 @@ def _actor(
         colocated=settings.colocation.enabled, shared=engines.shared, exact=settings.exact,
     )  # fmt: skip
     return Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
+
+
+def _worker_parts(
+    settings: ActorSettings, engines: ActorEngines, policy: Policy, environment: Environment
+) -> WorkerParts:
+    """Return what a worker has beside its policy, and its limits."""
+    engine, actors = engines.policy, settings.actors
+    return WorkerParts(
+        account=settings.account,
+        retries=actors.retries,
+        first_calls=FirstCalls(actors) if settings.calls_rewards else None,
+        failures=EnvironmentFailures(environment, actors.failures, serves=lambda: engine.serves),
+        interruption=actors.interruption,
+        share_after_s=actors.share_after_s,
+        further={name: one.leases for name, one in engines.further.items()},
+        admission=LeaseAdmission(
+            policy.contexts, lambda: engine.kv_tokens, soft_share=actors.fleet.soft_kv_share
+        ),
+    )
 
 
 def _evaluator(

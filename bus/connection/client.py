@@ -194,8 +194,7 @@ async def connected(
 
     async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
         nonlocal complaint
-        silence = "no answer" if isinstance(error, TimeoutError) else type(error).__name__
-        reason = str(error) or silence
+        reason = str(error) or ("no answer" if isinstance(error, TimeoutError) else type(error).__name__)
         if reason != complaint:
             complaint = reason
             log.warning("bus_error", error=reason)

@@ -93,8 +93,7 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     """Show the runs of a directory in a browser: curves, what waits for what and why, trajectories.
 
     It changes nothing in a run but its note, and removes one that is over, for readers with a token. Ctrl-C
-    ends it. Beyond this host it asks for a token: that of --creds, or the
-    one in $SLUICE_DASHBOARD_TOKEN.
+    ends it. Beyond this host it asks for a token: that of --creds, or the one in $SLUICE_DASHBOARD_TOKEN.
 
     Parameters
     ----------
@@ -131,9 +130,8 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
 
     async def remove(name: str) -> None:
         where = locate(name)
-        # a bus of the run's own has its store there, and ended with the run
-        own_bus = (where.directory / name / "bus").is_dir()
-        await remove_run(where, not own_bus, True, asyncio.Event())
+        has_own_bus = (where.directory / name / "bus").is_dir()  # which ended with the run
+        await remove_run(where, not has_own_bus, True, asyncio.Event())
 
     runs = OpenRuns(directory, locate, run_name, remove=remove)
     address = Address(host, port, certificate, certificate_key)

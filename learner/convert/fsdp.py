@@ -25,11 +25,9 @@ from learner.model_directories.lazy_weights import main_dtype
 from learner.model_directories.model_directory import (
     SHARD_BYTES,
     HFWeights,
-    has_tokenizer,
     load_hf_config,
-    load_tokenizer,
-    refuse_other_vocabulary,
     save_hf_directory,
+    tokenizer_directory,
 )
 from storage.disk import checkpoints
 
@@ -62,9 +60,7 @@ def fsdp_to_hf(
     hf_config = load_hf_config(described)
     # both as this transformers reads them, which may be newer than the checkpoint's
     refuse_other_model(source, differences(fingerprint(load_hf_config(source)), fingerprint(hf_config)))
-    tokenizer_dir = next(filter(has_tokenizer, filter(None, (described, begun_from))), None)
-    if tokenizer_dir is not None:
-        refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
+    tokenizer_dir = tokenizer_directory(hf_config, described, begun_from)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     seen = Digesting(CheckpointWeights(source, hf_config))
     hf_config.dtype = main_dtype(map(seen.spec, seen))

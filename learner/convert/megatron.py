@@ -51,12 +51,10 @@ from learner.model_directories.model_directory import (
     STORED_DTYPES,
     HFWeights,
     copy_tokenizer,
-    has_tokenizer,
     load_hf_config,
-    load_tokenizer,
     raw_config,
-    refuse_other_vocabulary,
     save_hf_directory,
+    tokenizer_directory,
 )
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
 from storage.disk import checkpoints
@@ -105,8 +103,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     _refuse_unsupported(hf_config)
     if is_checkpoint(source):
         raise ConfigError(f"{source} is a checkpoint of megatron-core already")
-    if has_tokenizer(source):
-        refuse_other_vocabulary(hf_config, load_tokenizer(source), source)
+    tokenizer_directory(hf_config, source)
     refuse_misfits(source, hf_config, state)
     shape = shape_of(hf_config)
     seen = Digesting(_by_rule(state, hf_config))
@@ -161,9 +158,7 @@ def megatron_to_hf(
     hf_config = load_hf_config(described)
     _refuse_unsupported(hf_config)
     refuse_other_model(source, differences_from(manifest["model"], hf_config))
-    tokenizer_dir = next(filter(has_tokenizer, filter(None, (described, begun_from))), None)
-    if tokenizer_dir is not None:
-        refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
+    tokenizer_dir = tokenizer_directory(hf_config, described, begun_from)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     weights = model_in(source, hf_config)
     heads = model or begun_from

@@ -163,6 +163,16 @@ def refuse_other_vocabulary(
         )
 
 
+def tokenizer_directory(hf_config: PretrainedConfig, *directories: Path | None) -> Path | None:
+    """Return the first of these directories that has a tokenizer.
+
+    Raises `ConfigError` where it has tokens that the model does not embed."""
+    found = next((each for each in directories if each is not None and has_tokenizer(each)), None)
+    if found is not None:
+        refuse_other_vocabulary(hf_config, load_tokenizer(found), found)
+    return found
+
+
 def save_hf_directory(
     path: Path,
     hf_config: PretrainedConfig,

@@ -1,6 +1,6 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -108,16 +108,9 @@ class Trainer:
         frozen = frozen_weights(hf_config, trainable, rules_of_head)
         self.frozen_names = frozen - {rule.megatron for rule in rules_of_head}
         """Names in megatron-core of the policy's weights that settings freeze."""
-        self.lora = ChunkAdapters(self.chunks, hf_config, lora, state) if lora.exists else None
+        self.lora = self._adapters(lora, state) if lora.exists else None
         if self.lora is None:
-            freeze_others(self.chunks, hf_config, frozen)
-            chosen = (
-                f"model.freeze={list(trainable.freeze)} and model.train_only={list(trainable.train_only)}"
-            )
-            refuse_idle_ranks(self.chunks, chosen, "train some weights of every stage")
-        else:
-            chosen = f"learner.lora.targets={list(lora.targets)}"
-            refuse_idle_ranks(self.chunks, chosen, "name targets that every stage has")
+            self._freeze(frozen, trainable)
         self.head: TrainedHead | None = None
         if mtp.exists:
             self.head = TrainedHead(
@@ -142,6 +135,19 @@ class Trainer:
                 critic, dtype=dtype, parallel=parallel, shares=self.shares,
                 policy=self.chunks, settle_policy=self.settle_parameters,
             )  # fmt: skip
+
+    def _adapters(self, lora: LoraConfig, state: State) -> ChunkAdapters:
+        """Add adapters, and freeze all else. Raises `ConfigError` where a rank has none."""
+        adapters = ChunkAdapters(self.chunks, self.hf_config, lora, state)
+        chosen = f"learner.lora.targets={list(lora.targets)}"
+        refuse_idle_ranks(self.chunks, chosen, "name targets that every stage has")
+        return adapters
+
+    def _freeze(self, frozen: Set[str], trainable: TrainableWeights) -> None:
+        """Freeze weights by their names in megatron-core. Raises `ConfigError` where a rank has no others."""
+        freeze_others(self.chunks, self.hf_config, frozen)
+        chosen = f"model.freeze={list(trainable.freeze)} and model.train_only={list(trainable.train_only)}"
+        refuse_idle_ranks(self.chunks, chosen, "train some weights of every stage")
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and warm-up; the weights stay."""
