@@ -9,7 +9,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from actors.environments.agent_program import gateway_variables
-from actors.episode_sandboxes.base import Command, CommandResult, EpisodeSandbox, SandboxFileError
+from actors.episode_sandboxes.base import (
+    Command,
+    CommandResult,
+    EpisodeSandbox,
+    SandboxFileError,
+    host_and_port,
+)
 from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.pool import SandboxPool
 from actors.episodes.errors import ToolError, ToolFailedError
@@ -41,9 +47,10 @@ class SandboxedPrograms:
         self._config, self._limits = config, config.sandbox
         self._gateway = gateway
         self._pool = SandboxPool(
-            build_backend(self._limits.backend, listens=True),
+            build_backend(self._limits.backend),
             self._limits,
             at_once=config.programs + config.heldout_programs,
+            gateway=lambda: gateway.url,
         )
 
     async def run(
@@ -55,10 +62,11 @@ class SandboxedPrograms:
         Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host."""
         try:
             async with self._pool.sandbox(image_of(task)) as sandbox, AsyncExitStack() as serving:
-                listening = await sandbox.running.listen(self._gateway.port)
-                await serving.enter_async_context(self._gateway.listening(listening))
+                base, listening = await sandbox.running.reach(self._gateway.url)
+                if listening is not None:
+                    await serving.enter_async_context(self._gateway.listening(listening))
                 words = await self._furnished(sandbox, task, description)
-                ended = await self._ended(sandbox, session, words)
+                ended = await self._ended(sandbox, self._gateway.url_of(session, base), session.key, words)
                 if self._config.verifier is not None:
                     await self._bring(sandbox, left)
                 return ended, await self._examined(task, sandbox)
@@ -82,9 +90,7 @@ class SandboxedPrograms:
             raise ToolError(f"the files of task {task.task_id} cannot be written: {error}") from error
         return words
 
-    async def _ended(self, sandbox: EpisodeSandbox, session: Session, words: Sequence[str]) -> ProgramEnd:
-        base = f"http://127.0.0.1:{self._gateway.port}"
-        url = self._gateway.url_of(session, base)
+    async def _ended(self, sandbox: EpisodeSandbox, url: str, key: str, words: Sequence[str]) -> ProgramEnd:
         inherited = {
             name: os.environ[name] for name in self._config.inherited_variables if name in os.environ
         }
@@ -94,7 +100,7 @@ class SandboxedPrograms:
             output_bytes=self._config.most_output_bytes,
             variables={
                 **inherited,
-                **gateway_variables(self._config, url, session.key, "127.0.0.1"),
+                **gateway_variables(self._config, url, key, host_and_port(url)[0]),
                 "SLUICE_TASK": f"{PLACE}/task.json",
                 **self._config.variables,
             },

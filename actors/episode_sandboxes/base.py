@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+from urllib.parse import urlsplit
 
 from actors.settings.episode_sandboxes import SandboxLimits
 from bus.errors import SluiceError
@@ -16,6 +17,10 @@ WORKSPACE = "/workspace"
 FILE_TIMEOUT_S = 60.0
 LARGEST_FILE = 1 << 26
 LARGEST_SNAPSHOT = 1 << 32
+
+GATEWAY_PORT = 41811
+"""Port of its loopback at which a sandbox finds the gateway, where connections are brought there."""
+NEAR = f"http://127.0.0.1:{GATEWAY_PORT}"
 
 CommandEnd = Literal["exited", "time", "memory", "output"]
 """How a command ended: by itself, at its limit of time, with all processes of the sandbox at the limit of
@@ -62,9 +67,10 @@ class RunningSandbox(Protocol):
         Raises ToolFailedError where the sandbox is gone by what ran in it, ToolError for a fault of its host.
         A command whose caller is cancelled is ended."""
 
-    async def listen(self, port: int) -> socket.socket:
-        """Return a socket at which connections come that commands make to this port of 127.0.0.1. Who has it
-        closes it. Raises what `run` raises."""
+    async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
+        """Return the address by which commands reach the gateway that `start` was told, and a socket at which
+        their connections come, unless they go there by themselves. Who has it closes it. Raises what `run`
+        raises."""
 
     async def close(self) -> None:
         """End the sandbox with all that runs in it."""
@@ -73,11 +79,22 @@ class RunningSandbox(Protocol):
 class SandboxBackend(Protocol):
     """Starts sandboxes: a process, a daemon or a service."""
 
-    async def start(self, image: str | None, limits: SandboxLimits) -> RunningSandbox:
-        """Start a sandbox of an image; None is that of the settings. Raises ToolError."""
+    async def start(
+        self, image: str | None, limits: SandboxLimits, gateway: str | None = None
+    ) -> RunningSandbox:
+        """Start a sandbox of an image; None is that of the settings. It reaches nothing but the server at the
+        address `gateway`, if there is one. Raises ToolError."""
 
     async def close(self) -> None:
         """End what the back end holds; its sandboxes are closed before."""
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return where the server of an address listens. Raises ValueError for what is no address."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ValueError(f"{url!r} is no address of a server")
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 @dataclass(frozen=True, slots=True)

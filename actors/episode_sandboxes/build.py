@@ -21,11 +21,10 @@ SERVICES = {"e2b": "E2BService", "modal": "ModalService", "daytona": "DaytonaSer
 """Classes that ask services by their packages, which need not be there."""
 
 
-def build_backend(config: SandboxBackendConfig, *, listens: bool = False) -> SandboxBackend:
-    """Build it; `listens` says whether its sandboxes are asked to. Raises ConfigError for one that cannot
-    work here."""
+def build_backend(config: SandboxBackendConfig) -> SandboxBackend:
+    """Build it. Raises ConfigError for one that cannot work here."""
     if isinstance(config, ContainerSandboxes):
-        return ContainerBackend(config, listens=listens)
+        return ContainerBackend(config)
     if isinstance(config, KubernetesSandboxes):
         return KubernetesBackend(config)
     if isinstance(config, RemoteSandboxes):

@@ -20,7 +20,7 @@ import aiohttp
 import structlog
 
 from actors.episode_sandboxes import relay
-from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult
+from actors.episode_sandboxes.base import GATEWAY_PORT, NEAR, WORKSPACE, Command, CommandEnd, CommandResult
 from actors.episode_sandboxes.owner import OWNER, is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
@@ -54,20 +54,21 @@ FRAME = struct.Struct(">BxxxI")
 class ContainerBackend:
     """Starts containers. Raises ConfigError where there is no daemon."""
 
-    def __init__(self, config: ContainerSandboxes, *, listens: bool = False) -> None:
+    def __init__(self, config: ContainerSandboxes) -> None:
         if not config.socket.is_socket():
             raise ConfigError(
                 f"a sandbox's socket={config.socket}: no daemon listens there; start Docker, or give the "
                 "socket of Podman (podman system service)"
             )
         self._config = config
-        self._listens = listens
         self._session: aiohttp.ClientSession | None = None
         self._starting = asyncio.Lock()
         self._has_looked = False
         """Whether it is known if the daemon holds containers to their limits."""
 
-    async def start(self, image: str | None, limits: SandboxLimits) -> "Container":
+    async def start(
+        self, image: str | None, limits: SandboxLimits, gateway: str | None = None
+    ) -> "Container":
         """Start a container of an image, which the daemon fetches if it has not got it. Raises ToolError."""
         name = image or self._config.image
         async with self._starting:
@@ -75,7 +76,7 @@ class ContainerBackend:
                 connector = aiohttp.UnixConnector(str(self._config.socket), limit=0)
                 self._session = aiohttp.ClientSession("http://daemon", connector=connector)
                 await self._remove_orphans()
-        shared = Path(tempfile.mkdtemp(prefix="sluice-sandbox-")) if self._listens else None
+        shared = Path(tempfile.mkdtemp(prefix="sluice-sandbox-")) if gateway else None
         container = Container(self, f"sluice-{secrets.token_hex(16)}", shared)
         try:
             await self._begin(container, name, limits)
@@ -216,9 +217,9 @@ class Container:
             stdout=stdout, stderr=stderr, end=end, status=status, took_s=time.monotonic() - started
         )
 
-    async def listen(self, port: int) -> socket.socket:
-        """Return a socket of this host to which a relay in the container connects. Raises what `run` does,
-        and ToolError where the image has no Python for that."""
+    async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
+        """Return an address of the container's loopback, and a socket of this host to which a relay in the
+        container connects. Raises what `run` does, and ToolError where the image has no Python for that."""
         assert self.shared is not None
         with ExitStack() as opened:
             listening = opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -226,13 +227,13 @@ class Container:
             listening.bind(str(self.shared / "gateway"))
             (self.shared / "gateway").chmod(0o666)
             listening.listen(BACKLOG)
-            words = ("python3", "-c", RELAY, str(port), f"{SHARED}/gateway")
+            words = ("python3", "-c", RELAY, str(GATEWAY_PORT), f"{SHARED}/gateway")
             ran = await self.run(Command(words=words, timeout_s=REQUEST_TIMEOUT_S, directory="/"))
             if ran.status != 0:
                 reason = ran.stderr.decode(errors="replace").strip()
                 raise ToolError(f"nothing listens in the container, which needs python3 for it: {reason}")
             opened.pop_all()
-        return listening
+        return NEAR, listening
 
     async def close(self) -> None:
         """Remove the container; what the daemon says against it is logged."""

@@ -2,15 +2,18 @@
 
 | request | body | answer |
 |---|---|---|
-| `POST /sandboxes` | `{"image": NAME or null, "limits": LIMITS}` | 201 `{"id": ID}`; 503: no room now |
+| `POST /sandboxes` | a wish | 201 `{"id": ID, "gateway": URL}`; 503: no room now |
 | `POST /sandboxes/ID/commands` | a command | 200 with its result |
 | `DELETE /sandboxes/ID` | | 204 |
 
-LIMITS are the fields of `SandboxLimits` (`actors/settings/episode_sandboxes.py`); lower ones of the server
-hold. A command is a line of JSON with the fields of `Command` (`base.py`) but its `stdin`, which follows as
-it is. A result is a line with those of `CommandResult`, where `stdout` and `stderr` are sizes; both follow.
-404 says that the sandbox has ended, 502 that its host failed; each error is `{"error": WHY}`. A server ends a
-sandbox that was not used for a while."""
+A wish is `{"image": NAME or null, "limits": LIMITS, "gateway": URL or null}`. LIMITS are the fields of
+`SandboxLimits` (`actors/settings/episode_sandboxes.py`); lower ones of the server hold. A sandbox reaches
+nothing but the server at `gateway`, by the address of the answer.
+
+A command is a line of JSON with the fields of `Command` (`base.py`) but its `stdin`, which follows as it is.
+A result is a line with those of `CommandResult`, where `stdout` and `stderr` are sizes; both follow. 404 says
+that the sandbox has ended, 502 that its host failed; each error is `{"error": WHY}`. A server ends a sandbox
+that was not used for a while."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -26,9 +29,10 @@ LIMITS = tuple(SandboxLimits.model_fields)
 PART_BYTES = 1 << 18
 
 
-def start_body(image: str | None, limits: SandboxLimits) -> bytes:
+def start_body(image: str | None, limits: SandboxLimits, gateway: str | None) -> bytes:
     """Return the wish for a sandbox."""
-    return json.dumps({"image": image, "limits": limits.model_dump(include=set(LIMITS))}).encode()
+    wished = limits.model_dump(include=set(LIMITS))
+    return json.dumps({"image": image, "limits": wished, "gateway": gateway}).encode()
 
 
 def limits_of(body: Mapping[str, JSON], most: SandboxLimits) -> SandboxLimits:

@@ -10,12 +10,14 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from ipaddress import ip_network
 
 import aiohttp
 import structlog
 
-from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult
+from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult, host_and_port
 from actors.episode_sandboxes.containers import END_EXEC, KILLED, OF_MEMORY
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
@@ -32,7 +34,7 @@ PROTOCOL = "v5.channel.k8s.io"
 STDIN, STDOUT, STDERR, STATUS, CLOSES = 0, 1, 2, 3, 255
 """First byte of a message: what the others belong to, or that the channel which follows is at its end."""
 PART_BYTES = 1 << 18
-POLICY: JSON = {
+POLICY: dict[str, JSON] = {
     "apiVersion": "networking.k8s.io/v1",
     "kind": "NetworkPolicy",
     "metadata": {"name": APP},
@@ -59,7 +61,7 @@ class KubernetesBackend:
     """Starts pods. Raises ConfigError where nothing says on whose behalf."""
 
     def __init__(self, config: KubernetesSandboxes) -> None:
-        refuse_of_record(f"the sandboxes' url={config.url}", config.url)
+        refuse_of_record(f"the sandboxes' api={config.api}", config.api)
         if not config.token_file.is_file():
             raise ConfigError(
                 f"sandboxes in Kubernetes: there is no token_file={config.token_file}: run the actor in a "
@@ -68,16 +70,19 @@ class KubernetesBackend:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
         self._opening = asyncio.Lock()
+        self._gateways: dict[str, dict[str, str]] = {}
+        """Name of the host of each gateway that pods may reach, by its addresses."""
 
-    async def start(self, image: str | None, limits: SandboxLimits) -> "Pod":
+    async def start(self, image: str | None, limits: SandboxLimits, gateway: str | None = None) -> "Pod":
         """Start a pod, and wait until it runs. Raises ToolError."""
         async with self._opening:
             if self._session is None:
                 await self._open()
+            way_out = await self._way_out(gateway) if gateway else {}
         pod, within_s = Pod(self, f"{APP}-{secrets.token_hex(8)}"), self._config.start_timeout_s
         try:
             async with asyncio.timeout(within_s):
-                await self.asked("POST", "pods", self._described(pod.name, image, limits))
+                await self.asked("POST", "pods", self._described(pod.name, image, limits, way_out))
                 while (phase := await pod.phase()) == "Pending":  # noqa: ASYNC110 - it is asked for
                     await asyncio.sleep(LOOK_S)
         except BaseException as error:  # a cancelled start leaves nothing either
@@ -99,7 +104,7 @@ class KubernetesBackend:
         """Ask for something in the namespace; return what is said. Raises ToolError for a refusal, too."""
         status, said = await self.in_namespace(method, path, body)
         if status >= 400:
-            raise ToolError(f"{self._config.url} refuses {method} {path}: {said.get('message', status)}")
+            raise ToolError(f"{self._config.api} refuses {method} {path}: {said.get('message', status)}")
         return said
 
     async def in_namespace(self, method: str, path: str, body: JSON = None) -> tuple[int, Mapping[str, JSON]]:
@@ -113,20 +118,20 @@ class KubernetesBackend:
             async with (
                 asyncio.timeout(REQUEST_TIMEOUT_S),
                 self._session.request(
-                    method, self._config.url + path, json=body, headers=self._key()
+                    method, self._config.api + path, json=body, headers=self._key()
                 ) as answer,
             ):
                 said = await answer.json()
                 return answer.status, said if isinstance(said, Mapping) else {}
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise ToolError(f"{self._config.url} does not answer: {error!r}") from error
+            raise ToolError(f"{self._config.api} does not answer: {error!r}") from error
 
     async def exec(self, pod: str, words: Sequence[str]) -> aiohttp.ClientWebSocketResponse:
         """Begin a command, and return the stream of its input and output. Raises ToolFailedError."""
         assert self._session is not None
         asked = [("command", word) for word in words]
         asked += [(name, "true") for name in ("stdin", "stdout", "stderr")]
-        url = f"{self._config.url}/api/v1/namespaces/{self._config.namespace}/pods/{pod}/exec"
+        url = f"{self._config.api}/api/v1/namespaces/{self._config.namespace}/pods/{pod}/exec"
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 return await self._session.ws_connect(
@@ -135,7 +140,26 @@ class KubernetesBackend:
         except aiohttp.WSServerHandshakeError as error:
             raise ToolFailedError(f"the pod {pod} has ended: {error.message}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ToolError(f"{self._config.url} does not answer: {error!r}") from error
+            raise ToolError(f"{self._config.api} does not answer: {error!r}") from error
+
+    async def _way_out(self, gateway: str) -> dict[str, str]:
+        """Let pods out to a gateway, and return the name of its host by its addresses. Raises ToolError."""
+        if gateway not in self._gateways:
+            try:
+                host, port = host_and_port(gateway)
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except (OSError, ValueError) as error:
+                raise ToolError(f"the gateway {gateway!r} has no address: {error}") from error
+            addresses = {str(one[4][0]): host for one in found}
+            await self._add_policy(_policy_to(addresses, port))
+            self._gateways[gateway] = addresses
+        return self._gateways[gateway]
+
+    async def _add_policy(self, policy: JSON) -> None:
+        path = f"/apis/networking.k8s.io/v1/namespaces/{self._config.namespace}/networkpolicies"
+        status, said = await self._ask("POST", path, policy)
+        if status >= 400 and status != 409:  # there is one already
+            raise ToolError(f"{self._config.api} closes no pod's network: {said.get('message', status)}")
 
     async def _open(self) -> None:
         """Open connections, and close the network of pods that are to come. Raises ToolError."""
@@ -145,16 +169,15 @@ class KubernetesBackend:
         except OSError as error:
             raise ToolError(f"certificate={certificate} of Kubernetes cannot be read: {error}") from error
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
-        path = f"/apis/networking.k8s.io/v1/namespaces/{self._config.namespace}/networkpolicies"
-        status, said = await self._ask("POST", path, POLICY)
-        if status >= 400 and status != 409:  # there is one already
-            raise ToolError(f"{self._config.url} closes no pod's network: {said.get('message', status)}")
+        await self._add_policy(POLICY)
 
     def _key(self) -> dict[str, str]:
         """Return the header of the token, which a cluster renews in its file."""
         return {"Authorization": f"Bearer {self._config.token_file.read_text().strip()}"}
 
-    def _described(self, name: str, image: str | None, limits: SandboxLimits) -> JSON:
+    def _described(
+        self, name: str, image: str | None, limits: SandboxLimits, way_out: Mapping[str, str]
+    ) -> JSON:
         most = {"memory": f"{limits.memory_mb}Mi", "ephemeral-storage": f"{limits.disk_mb}Mi", "cpu": "1"}
         life_s = f"{self._config.life_s:.0f}"
         container: JSON = {
@@ -167,8 +190,9 @@ class KubernetesBackend:
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         return {
-            "metadata": {"name": name, "labels": {"app": APP}},
+            "metadata": {"name": name, "labels": {"app": APP, "gateway": _policy_name(way_out)}},
             "spec": {
+                "hostAliases": [{"ip": ip, "hostnames": [name]} for ip, name in way_out.items()],
                 "containers": [container],
                 "restartPolicy": "Never",
                 "automountServiceAccountToken": False,
@@ -177,6 +201,27 @@ class KubernetesBackend:
                 "terminationGracePeriodSeconds": 0,
             },
         }
+
+
+def _policy_name(addresses: Iterable[str]) -> str:
+    """Return the name of a policy, which pods have as a label, and which is empty without a gateway."""
+    told = " ".join(sorted(addresses))
+    return told and f"{APP}-{blake2b(told.encode(), digest_size=8).hexdigest()}"
+
+
+def _policy_to(addresses: Iterable[str], port: int) -> JSON:
+    """Return the policy that lets pods out to these addresses."""
+    name = _policy_name(addresses)
+    blocks = [{"ipBlock": {"cidr": str(ip_network(address))}} for address in addresses]
+    return {
+        **POLICY,
+        "metadata": {"name": name},
+        "spec": {
+            "podSelector": {"matchLabels": {"gateway": name}},
+            "policyTypes": ["Egress"],
+            "egress": [{"to": blocks, "ports": [{"protocol": "TCP", "port": port}]}],
+        },
+    }
 
 
 class Pod:
@@ -212,9 +257,9 @@ class Pod:
             stdout=stdout, stderr=stderr, end=end, status=exchange.status, took_s=time.monotonic() - started
         )
 
-    async def listen(self, port: int) -> socket.socket:
-        """Refuse: nothing brings connections out of a pod. Raises ToolError."""
-        raise ToolError(f"the pod {self.name} brings no connections to port {port} here")
+    async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
+        """Return the address of the gateway: a network policy lets the pod go there."""
+        return gateway, None
 
     async def close(self) -> None:
         """Have the pod removed."""

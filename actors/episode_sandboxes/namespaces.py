@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from actors.episode_sandboxes.base import Command, CommandResult
+from actors.episode_sandboxes.base import GATEWAY_PORT, NEAR, Command, CommandResult
 from actors.episode_sandboxes.guest import PROGRAMS
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.episodes.errors import ToolError
@@ -61,7 +61,9 @@ class NamespaceBackend:
         self._server = started_server("actors.episode_sandboxes.guest", to_json(self._settings))
         self._end = weakref.finalize(self, self._server.end)
 
-    async def start(self, image: str | None, limits: SandboxLimits) -> "NamespaceSandbox":
+    async def start(
+        self, image: str | None, limits: SandboxLimits, gateway: str | None = None
+    ) -> "NamespaceSandbox":
         """Start a sandbox. Raises ToolError for a fault of the host."""
         if image is not None:
             raise ToolError(
@@ -146,6 +148,11 @@ class NamespaceSandbox:
             status=said["status"],
             took_s=said.get("took_s", time.monotonic() - started),
         )
+
+    async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
+        """Return an address of the sandbox's loopback, and the socket that listens there. Raises
+        ToolError."""
+        return NEAR, await self.listen(GATEWAY_PORT)
 
     async def listen(self, port: int) -> socket.socket:
         """Return a socket that listens at a port of the sandbox's loopback. Raises ToolError."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
@@ -21,8 +21,13 @@ END_TIMEOUT_S = 10.0
 class SandboxPool:
     """Gives each episode a sandbox of its own, once there is room for it."""
 
-    def __init__(self, backend: SandboxBackend, config: HostSandboxes, *, at_once: int) -> None:
+    def __init__(
+        self, backend: SandboxBackend, config: HostSandboxes, *, at_once: int,
+        gateway: Callable[[], str | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._backend = backend
+        self._gateway = gateway
+        """Returns the address of the server that sandboxes reach."""
         self._config = config
         self._budget = HostBudget(config.host_budget)
         self._places = asyncio.Semaphore(at_once)
@@ -33,16 +38,18 @@ class SandboxPool:
 
     @asynccontextmanager
     async def sandbox(
-        self, image: str | None = None, limits: SandboxLimits | None = None
+        self, image: str | None = None, limits: SandboxLimits | None = None, gateway: str | None = None
     ) -> AsyncIterator[EpisodeSandbox]:
-        """Have a sandbox while inside, of the settings' image and limits unless others are named.
+        """Have a sandbox while inside, of the settings' image, limits and gateway unless others are named.
 
         Raises ToolError."""
         async with self._places:
-            is_usual = image is None and limits is None
+            is_usual = image is None and limits is None and gateway is None
             sandbox = self._ready.popleft() if self._ready and is_usual else None
             self._fill()
-            sandbox = sandbox or await self._started(image, limits or self._config)
+            sandbox = sandbox or await self._started(
+                image, limits or self._config, gateway or self._gateway()
+            )
             try:
                 yield sandbox
             finally:
@@ -51,7 +58,7 @@ class SandboxPool:
     @asynccontextmanager
     async def further(self, image: str | None) -> AsyncIterator[EpisodeSandbox]:
         """Have another sandbox while inside, for who has closed the one that it had. Raises ToolError."""
-        sandbox = await self._started(image, self._config)
+        sandbox = await self._started(image, self._config, None)
         try:
             yield sandbox
         finally:
@@ -69,10 +76,10 @@ class SandboxPool:
         await self._backend.close()
         self._budget.close()
 
-    async def _started(self, image: str | None, limits: SandboxLimits) -> EpisodeSandbox:
+    async def _started(self, image: str | None, limits: SandboxLimits, gateway: str | None) -> EpisodeSandbox:
         async with AsyncExitStack() as room:
             await room.enter_async_context(self._budget.room(limits))
-            return EpisodeSandbox(await self._backend.start(image, limits), room.pop_all())
+            return EpisodeSandbox(await self._backend.start(image, limits, gateway), room.pop_all())
 
     async def _ended(self, sandbox: EpisodeSandbox) -> None:
         """End a sandbox to the end, also for a caller that is cancelled meanwhile."""
@@ -89,7 +96,7 @@ class SandboxPool:
     async def _start_ahead(self) -> None:
         while len(self._ready) < self._config.warm and not self._is_closed:
             try:
-                self._ready.append(await self._started(None, self._config))
+                self._ready.append(await self._started(None, self._config, self._gateway()))
             except ToolError as error:  # an episode that needs one meets the same
                 log.warning("no_sandbox_ahead", reason=str(error))
                 return

@@ -36,10 +36,10 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     except OSError:  # the gateway is gone, as its episode is
         writer.close()
         return
-    await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+    await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy until one side has closed, and close the other."""
     try:
         while data := await reader.read(READ_BYTES):

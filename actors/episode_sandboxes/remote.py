@@ -35,13 +35,15 @@ class RemoteBackend:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
 
-    async def start(self, image: str | None, limits: SandboxLimits) -> "RemoteSandbox":
+    async def start(
+        self, image: str | None, limits: SandboxLimits, gateway: str | None = None
+    ) -> "RemoteSandbox":
         """Start a sandbox; a server without room is asked again. Raises ToolError."""
-        named = image or self._config.image
+        wish = start_body(image, limits, gateway)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 while True:
-                    status, said = await self.ask("POST", "/sandboxes", start_body(named, limits))
+                    status, said = await self.ask("POST", "/sandboxes", wish)
                     if status != FULL:
                         break
                     await asyncio.sleep(ASK_AGAIN_S)
@@ -50,7 +52,8 @@ class RemoteBackend:
             raise ToolError(f"{self._config.url} had no room for a sandbox for {limit:g} s") from error
         if status != 201:
             raise ToolError(f"{self._config.url} starts no sandbox: {_error(said) or status}")
-        return RemoteSandbox(self, str(json.loads(said)["id"]))
+        started = json.loads(said)
+        return RemoteSandbox(self, str(started["id"]), str(started.get("gateway")))
 
     async def ask(
         self, method: str, path: str, *body: bytes, timeout_s: float = GRACE_S
@@ -78,9 +81,10 @@ class RemoteBackend:
 class RemoteSandbox:
     """One sandbox of a server."""
 
-    def __init__(self, backend: RemoteBackend, sandbox_id: str) -> None:
+    def __init__(self, backend: RemoteBackend, sandbox_id: str, gateway: str) -> None:
         self._backend = backend
         self._path = f"/sandboxes/{sandbox_id}"
+        self._gateway = gateway
 
     async def run(self, command: Command) -> CommandResult:
         """Carry out a command. Raises ToolFailedError where the sandbox has ended, else ToolError."""
@@ -97,9 +101,9 @@ class RemoteSandbox:
         except SchemaError as error:
             raise ToolError(str(error)) from error
 
-    async def listen(self, port: int) -> socket.socket:
-        """Refuse: no server brings connections here. Raises ToolError."""
-        raise ToolError(f"{self._path}: a sandbox of another host brings no connections to port {port} here")
+    async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
+        """Return the address from which the server brings connections to the gateway."""
+        return self._gateway, None
 
     async def close(self) -> None:
         """Have the server end the sandbox, which it would do by itself after a while."""

@@ -9,6 +9,7 @@ import hmac
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 import tomllib
@@ -16,11 +17,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
 
-from actors.episode_sandboxes.base import LARGEST_SNAPSHOT, EpisodeSandbox
+from actors.episode_sandboxes.base import LARGEST_SNAPSHOT, EpisodeSandbox, host_and_port
 from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.http_contract import (
     ENDED,
@@ -32,6 +34,7 @@ from actors.episode_sandboxes.http_contract import (
     result_line,
 )
 from actors.episode_sandboxes.pool import SandboxPool
+from actors.episode_sandboxes.relay import copy
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import SandboxServerConfig
 from bus.errors import ConfigError, SchemaError, SluiceError
@@ -94,7 +97,8 @@ class SandboxServer:
     async def _start(self, request: web.Request) -> web.Response:
         body = await request.json()
         body = body if isinstance(body, dict) else {}
-        image, limits = body.get("image"), limits_of(body, self._usual)
+        image, limits, gateway = body.get("image"), limits_of(body, self._usual), body.get("gateway")
+        gateway = None if gateway is None else str(gateway)
         if len(self._lent) + self._starting >= self._config.at_once:
             return web.json_response({"error": f"{self._config.at_once} sandboxes are lent"}, status=FULL)
         self._starting += 1
@@ -102,14 +106,18 @@ class SandboxServer:
         try:
             sandbox = await opened.enter_async_context(
                 self._pool.sandbox(
-                    None if image is None else str(image), None if limits == self._usual else limits
+                    None if image is None else str(image), None if limits == self._usual else limits, gateway
                 )
             )
+            reached = None if gateway is None else await _reached(sandbox, gateway, opened)
+        except BaseException:
+            await opened.aclose()
+            raise
         finally:
             self._starting -= 1
         name = secrets.token_hex(16)
         self._lent[name] = _Lent(sandbox, opened)
-        return web.json_response({"id": name}, status=201)
+        return web.json_response({"id": name, "gateway": reached}, status=201)
 
     async def _run(self, request: web.Request) -> web.StreamResponse:
         lent = self._lent.get(request.match_info["id"])
@@ -158,6 +166,33 @@ class SandboxServer:
             return web.json_response({"error": str(error)}, status=FAILED)
         except (SchemaError, ValueError) as error:
             return web.json_response({"error": str(error)}, status=400)
+
+
+async def _reached(sandbox: EpisodeSandbox, gateway: str, opened: AsyncExitStack) -> str:
+    """Have a sandbox reach a gateway until `opened` is closed; return the address for its commands.
+
+    Raises ToolError, and ValueError for what is no address."""
+    place, tls = host_and_port(gateway), gateway.startswith("https:") or None
+    base, listening = await sandbox.running.reach(gateway)
+    if listening is None:
+        return base
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far = await asyncio.open_connection(*place, ssl=tls)
+        except OSError as error:
+            log.warning("gateway_is_not_reached", gateway=gateway, reason=str(error))
+            writer.close()
+            return
+        await asyncio.gather(copy(reader, far[1]), copy(far[0], writer))
+
+    serving = (
+        await asyncio.start_unix_server(relay, sock=listening)
+        if listening.family == socket.AF_UNIX
+        else (await asyncio.start_server(relay, sock=listening))
+    )
+    opened.callback(serving.close)
+    return base + urlsplit(gateway).path
 
 
 async def _ended(lent: _Lent) -> None:

@@ -11,6 +11,7 @@ from actors.settings.gateway import GatewayConfig
 from actors.settings.programs import OWN_PYTHON, IsolationConfig, with_own_python
 from actors.settings.rewards import Finite, RewardConfig
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POSTED = "posted"
 """Name of the reward that a program posts."""
 PROGRAMS_AT_ONCE = 32
@@ -169,6 +170,14 @@ class AgentConfig(AgentTaskConfig):
             raise ValueError(
                 "a program in a sandbox is one of an episode that does not pay itself: leave out long_lived "
                 "and program_owns_reward, and name a reward or a verifier"
+            )
+        if (
+            self.sandbox is not None and not self.sandbox.backend.uses_host
+            and self.gateway.advertise is None and self.gateway.host in LOOPBACK
+        ):  # fmt: skip
+            raise ValueError(
+                f"a sandbox of {self.sandbox.backend.type} does not reach this host's gateway.host="
+                f"{self.gateway.host}: set gateway.host, as 0.0.0.0, and gateway.advertise, as http://HOST:PORT"
             )
         if self.has_image and OWN_PYTHON in shlex.split(self.command):
             raise ValueError(f"an image has no {OWN_PYTHON}: name a program of its own, such as python3")

@@ -46,33 +46,6 @@ class HostBudgetConfig(Config):
         return self.sandboxes, self.memory_mb, self.disk_mb
 
 
-class HostSandboxes(SandboxLimits):
-    """What sandboxes may use, each and together."""
-
-    host_budget: HostBudgetConfig = HostBudgetConfig()
-    """What those of all actors of this host may use together."""
-
-    warm: int = Field(0, ge=0)
-    """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
-
-    @model_validator(mode="after")
-    def _one_finds_room(self) -> Self:
-        for name in ("memory_mb", "disk_mb"):
-            each, together = getattr(self, name), getattr(self.host_budget, name)
-            if together is not None and each > together:
-                raise ValueError(
-                    f"{name}={each} of a sandbox exceeds host_budget.{name}={together}: none would ever start"
-                )
-        return self
-
-
-class PoolConfig(HostSandboxes):
-    """How many sandboxes an actor has, and what they may use."""
-
-    at_once: int = Field(32, ge=1)
-    """Most sandboxes of this actor at a time; further episodes wait for one."""
-
-
 class NamespaceSandboxes(Config):
     """Sandboxes in namespaces of the actor's host: its programs read-only, without its data and network."""
 
@@ -126,9 +99,6 @@ class RemoteSandboxes(Config):
     url: str = Field(pattern=r"^https?://.+[^/]$")
     """Address of the server, without a slash at its end."""
 
-    image: str | None = None
-    """Image of sandboxes; `None` is the server's own. Metadata `sandbox_image` of a prompt names another."""
-
     token_variable: str = "SLUICE_SANDBOX_TOKEN"
     """Environment variable of the actor that holds the server's token."""
 
@@ -150,7 +120,7 @@ class KubernetesSandboxes(Config):
     """Image of pods; it has `sh`, `cat`, `env`, `mkfifo`, `mkdir` and `tar`. Metadata `sandbox_image` of a
     prompt names another."""
 
-    url: str = Field("https://kubernetes.default.svc", pattern=r"^https?://.+[^/]$")
+    api: str = Field("https://kubernetes.default.svc", pattern=r"^https?://.+[^/]$")
     """Address of the cluster's API, without a slash at its end."""
 
     namespace: str = "default"
@@ -192,22 +162,57 @@ class HostedSandboxes(Config):
     start_timeout_s: float = Field(600.0, gt=0)
     """Longest time until a sandbox runs, its image built."""
 
-    life_s: float = Field(3600.0, ge=60)
-    """Longest life of a sandbox, after which the service ends it."""
+    life_s: float = Field(86400.0, gt=0)
+    """Longest life of a sandbox, after which the service ends it; some plans of E2B take 3600 at most."""
 
 
-LocalBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(discriminator="type")]
 SandboxBackendConfig = Annotated[
     NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes | KubernetesSandboxes | HostedSandboxes,
     Field(discriminator="type"),
 ]
 
 
-class ProgramSandboxes(HostSandboxes):
-    """Sandboxes in which the programs of agents run, one in each."""
+class HostSandboxes(SandboxLimits):
+    """What sandboxes may use, each and together."""
 
-    backend: LocalBackendConfig = NamespaceSandboxes()
-    """Where sandboxes run. An image needs `python3`, which brings requests to the gateway."""
+    host_budget: HostBudgetConfig = HostBudgetConfig()
+    """What those of all actors of this host may use together."""
+
+    warm: int = Field(0, ge=0)
+    """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
+
+    backend: SandboxBackendConfig = NamespaceSandboxes()
+    """Where sandboxes run."""
+
+    @model_validator(mode="after")
+    def _host_has_them(self) -> Self:
+        if not self.backend.uses_host and self.host_budget != HostBudgetConfig():
+            raise ValueError(
+                "`host_budget` bounds sandboxes of this host: leave it out, or set it where their server runs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_finds_room(self) -> Self:
+        for name in ("memory_mb", "disk_mb"):
+            each, together = getattr(self, name), getattr(self.host_budget, name)
+            if together is not None and each > together:
+                raise ValueError(
+                    f"{name}={each} of a sandbox exceeds host_budget.{name}={together}: none would ever start"
+                )
+        return self
+
+
+class PoolConfig(HostSandboxes):
+    """How many sandboxes an actor has, and what they may use."""
+
+    at_once: int = Field(32, ge=1)
+    """Most sandboxes of this actor at a time; further episodes wait for one."""
+
+
+class ProgramSandboxes(HostSandboxes):
+    """Sandboxes in which the programs of agents run, one in each. An image of Docker needs `python3`, which
+    brings requests to the gateway."""
 
     check: str | None = None
     """Shell command by which the reward `sandbox_check` judges the workspace that the program left, as that
@@ -216,11 +221,6 @@ class ProgramSandboxes(HostSandboxes):
 
 class SandboxServerConfig(PoolConfig):
     """Server of sandboxes for actors on other hosts."""
-
-    backend: Annotated[
-        NamespaceSandboxes | ContainerSandboxes | HostedSandboxes, Field(discriminator="type")
-    ] = NamespaceSandboxes()
-    """Where sandboxes run."""
 
     host: str = "127.0.0.1"
     """Address to listen at. Requests are not encrypted: beyond this host have a proxy do that."""

@@ -1,14 +1,12 @@
 """Settings of the tools that an episode's sandbox offers. Loads without torch."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from actors.settings.episode_sandboxes import (
-    HostBudgetConfig,
     NamespaceSandboxes,
     PoolConfig,
-    SandboxBackendConfig,
 )
 
 TOOLS = {"shell": ("shell",), "python": ("python",), "files": ("read_file", "write_file", "edit_file")}
@@ -33,9 +31,6 @@ class SandboxToolConfig(PoolConfig):
     output_kb: int = Field(64, ge=1)
     """Output of a command after which it is ended; the model sees no more than `output_characters` of it."""
 
-    backend: SandboxBackendConfig = NamespaceSandboxes()
-    """Where sandboxes run."""
-
     check: str | None = None
     """Shell command by which the reward `sandbox_check` judges the workspace that the model left. It runs in
     a new sandbox, beside texts of the prompt's metadata `sandbox_check_files`, which the model never sees. It
@@ -44,14 +39,6 @@ class SandboxToolConfig(PoolConfig):
     python: str | None = None
     """Interpreter of the Python session; `None` is the actor's own in namespaces, with its packages, and
     `python3` elsewhere."""
-
-    @model_validator(mode="after")
-    def _host_has_them(self) -> Self:
-        if not self.backend.uses_host and self.host_budget != HostBudgetConfig():
-            raise ValueError(
-                "`host_budget` bounds sandboxes of this host: leave it out, or set it where their server runs"
-            )
-        return self
 
     @property
     def on_this_host(self) -> bool:

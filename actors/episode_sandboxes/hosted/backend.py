@@ -1,12 +1,15 @@
 """Starts sandboxes of a service, and ends those that actors of this host have left there."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Protocol
 
 import structlog
 
+from actors.episode_sandboxes.base import host_and_port
 from actors.episode_sandboxes.hosted.commands import HostedSandbox, ScriptedSandbox
 from actors.episode_sandboxes.owner import is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
@@ -16,12 +19,24 @@ log = structlog.get_logger()
 Errors = tuple[type[Exception], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WayOut:
+    """What a sandbox may reach, by networks or by names; nothing where both are empty."""
+
+    networks: Sequence[str] = ()
+    names: Sequence[str] = ()
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether it reaches nothing."""
+        return not (self.networks or self.names)
+
+
 class HostedService(Protocol):
     """What the package of a service does. Its errors are those of `told`."""
 
-    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
-        """Start a sandbox without network, with the label `owner`. The service ends it after its longest
-        life."""
+    async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
+        """Start a sandbox with the label `owner`. The service ends it after its longest life."""
 
     def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
         """Yield the sandboxes that have a label of an owner, with it."""
@@ -40,16 +55,20 @@ class HostedBackend:
         self._has_looked = False
         """Whether sandboxes that others have left were looked for."""
 
-    async def start(self, image: str | None, limits: SandboxLimits) -> ScriptedSandbox:
+    async def start(
+        self, image: str | None, limits: SandboxLimits, gateway: str | None = None
+    ) -> ScriptedSandbox:
         """Start a sandbox. Raises ToolError."""
         async with self._looking:
             if not self._has_looked:
                 await self._remove_orphans()
                 self._has_looked = True
-        within_s = self._config.start_timeout_s
+        within_s, way_out = self._config.start_timeout_s, _way_out(gateway)
         try:
             async with asyncio.timeout(within_s):
-                hosted = await self._service.start(image or self._config.image, limits, this_process())
+                hosted = await self._service.start(
+                    image or self._config.image, limits, this_process(), way_out
+                )
         except TimeoutError as error:
             raise ToolError(f"{self._config.type} has started no sandbox after {within_s:g} s") from error
         sandbox = ScriptedSandbox(hosted, limits)
@@ -69,6 +88,20 @@ class HostedBackend:
             if is_orphan(owner):
                 log.info("orphaned_sandbox_removed", service=self._config.type)
                 await hosted.end()
+
+
+def _way_out(gateway: str | None) -> WayOut:
+    """Return the way to a gateway alone. Raises ToolError for what is no address."""
+    if gateway is None:
+        return WayOut()
+    try:
+        host, _ = host_and_port(gateway)
+    except ValueError as error:
+        raise ToolError(f"the gateway cannot be reached: {error}") from error
+    try:
+        return WayOut(networks=(str(ip_network(host)),))
+    except ValueError:  # a name
+        return WayOut(names=(host,))
 
 
 @contextmanager

@@ -143,9 +143,9 @@ class ScriptedSandbox:
         took_s = time.monotonic() - started
         return CommandResult(stdout=stdout, stderr=stderr, end=end, status=status, took_s=took_s)
 
-    async def listen(self, port: int) -> socket.socket:
-        """Refuse: no service brings connections here. Raises ToolError."""
-        raise ToolError(f"a sandbox of a service brings no connections to port {port} here")
+    async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
+        """Return the address of the gateway: the service lets connections out to it."""
+        return gateway, None
 
     async def close(self) -> None:
         """End the sandbox."""

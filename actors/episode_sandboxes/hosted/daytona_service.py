@@ -9,7 +9,7 @@ from shlex import quote
 from daytona import AsyncDaytona, AsyncSandbox, CreateSandboxFromImageParams, Resources
 from daytona.common.errors import DaytonaError, DaytonaGoneError, DaytonaNotFoundError
 
-from actors.episode_sandboxes.hosted.backend import told
+from actors.episode_sandboxes.hosted.backend import WayOut, told
 from actors.episode_sandboxes.hosted.commands import HostedSandbox
 from actors.episode_sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
@@ -54,7 +54,7 @@ class DaytonaService:
         self._config = config
         self._client: AsyncDaytona | None = None
 
-    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
+    async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
         """Start a sandbox of an image, which has whole GiB and processors."""
         wish = CreateSandboxFromImageParams(
             image=image,
@@ -63,7 +63,9 @@ class DaytonaService:
                 disk=ceil(limits.disk_mb / 1024),
             ),
             labels={OWNER: owner},
-            network_block_all=True,
+            network_block_all=way_out.is_closed,
+            network_allow_list=",".join(way_out.networks) or None,
+            domain_allow_list=",".join(way_out.names) or None,
             ephemeral=True,
             auto_stop_interval=0,
             ttl_minutes=ceil(self._config.life_s / 60),

@@ -6,7 +6,7 @@ from functools import partial
 import e2b
 from e2b import AsyncSandbox
 
-from actors.episode_sandboxes.hosted.backend import told
+from actors.episode_sandboxes.hosted.backend import WayOut, told
 from actors.episode_sandboxes.hosted.commands import HostedSandbox
 from actors.episode_sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
@@ -54,12 +54,13 @@ class E2BService:
     def __init__(self, config: HostedSandboxes) -> None:
         self._life_s = int(config.life_s)
 
-    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
+    async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
         """Start a sandbox of a template."""
         with failures():
             sandbox = await AsyncSandbox.create(
-                image, timeout=self._life_s, metadata={OWNER: owner}, allow_internet_access=False
-            )
+                image, timeout=self._life_s, metadata={OWNER: owner},
+                network={"allow_out": [*way_out.networks, *way_out.names], "deny_out": [e2b.ALL_TRAFFIC]},
+            )  # fmt: skip
         return E2BSandbox(sandbox)
 
     async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:

@@ -7,7 +7,7 @@ from functools import partial
 import modal
 from modal import exception
 
-from actors.episode_sandboxes.hosted.backend import told
+from actors.episode_sandboxes.hosted.backend import WayOut, told
 from actors.episode_sandboxes.hosted.commands import HostedSandbox
 from actors.episode_sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
@@ -62,7 +62,7 @@ class ModalService:
     def __init__(self, config: HostedSandboxes) -> None:
         self._config = config
 
-    async def start(self, image: str, limits: SandboxLimits, owner: str) -> HostedSandbox:
+    async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
         """Start a sandbox of an image of a registry."""
         with failures():
             sandbox = await modal.Sandbox.create.aio(
@@ -71,7 +71,9 @@ class ModalService:
                 timeout=int(self._config.life_s),
                 cpu=(self._config.cpus, self._config.cpus),
                 memory=(limits.memory_mb, limits.memory_mb),
-                block_network=True,
+                block_network=way_out.is_closed,
+                outbound_cidr_allowlist=None if way_out.is_closed else way_out.networks,
+                outbound_domain_allowlist=way_out.names or None,
                 tags={OWNER: owner},
             )
         return ModalSandbox(sandbox)

@@ -5,7 +5,8 @@ import io
 import socket
 import sys
 import tarfile
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,13 +16,16 @@ from actors.engines.base import Sampling
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_sandbox import _unpack
 from actors.environments.build import build_environment
+from actors.episode_sandboxes.server import SandboxServer
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
+from actors.settings.episode_sandboxes import SandboxServerConfig
 from bus.errors import ConfigError
 from tests.actors.environments.test_agent import HEAD
 from tests.actors.environments.test_payment import VERIFIER
+from tests.actors.episode_sandboxes.cluster import cluster
 from tests.actors.episode_sandboxes.daemons import IMAGE, ask_for_few_processes, daemon_of, image_of_python
 from tests.actors.gateway.served import TOKENIZER, script
 from tests.actors.scripted_engine import ScriptedEngine
@@ -66,12 +70,55 @@ reward = """,
 )
 
 
+@asynccontextmanager
+async def sandbox_server():
+    """The address of a server of sandboxes."""
+    server, stop = SandboxServer(SandboxServerConfig(port=0)), asyncio.Event()
+    serving = asyncio.create_task(server.serve(stop))
+    yield f"http://127.0.0.1:{await server.port}"
+    stop.set()
+    await serving
+
+
+@contextmanager
+def served_apart(server):
+    """What a server yields that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        serving = server()
+        yield asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+
+
 @pytest.fixture(
-    params=["namespaces", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("docker", "podman"))],
+    params=[
+        "namespaces",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("http", "kubernetes")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("docker", "podman")),
+    ],
     scope="module",
-)
-def backend(request):
+)  # fmt: skip
+def backend(request, tmp_path_factory):
     """Settings of a back end, and its Python."""
+    if request.param == "http":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLUICE_SANDBOX_TOKEN", "secret")
+            with served_apart(sandbox_server) as url:
+                yield {"type": "http", "url": url}, "python3"
+        return
+    if request.param == "kubernetes":
+        token = tmp_path_factory.mktemp("cluster") / "token"
+        token.write_text("secret")
+        with served_apart(cluster) as (_, url):
+            pods = {"namespace": "train", "token_file": str(token), "certificate": None}
+            yield {"type": "kubernetes", "image": IMAGE, "api": url, **pods}, "python3"
+        return
     if request.param == "namespaces":
         yield {"type": "namespaces"}, "{python}"
         return
@@ -87,8 +134,10 @@ def settings(backend, tmp_path, monkeypatch):
     Path("agent.py").write_text(HEAD + PROGRAM)
     Path("judge.py").write_text(JUDGE)
     judge = f"{sys.executable} -S judge.py"
-    sandbox, readable = {"backend": backend[0], "warm": 1}, {"readable": (tmp_path,)}
-    return {"sandbox": sandbox, "reward": "posted", "verifier": judge, "isolation": readable}, backend[1]
+    given = {"reward": "posted", "verifier": judge, "isolation": {"readable": (tmp_path,)}}
+    if backend[0]["type"] in ("http", "kubernetes"):
+        given["gateway"] = {"advertise": "http://127.0.0.1:{port}"}
+    return {"sandbox": {"backend": backend[0], "warm": 1}, **given}, backend[1]
 
 
 async def test_a_program_in_a_sandbox_reaches_the_gateway_alone_and_leaves_nothing(settings, tmp_path):
@@ -171,5 +220,8 @@ def test_settings_that_cannot_hold_are_refused(tmp_path):
     image = {"type": "docker", "image": IMAGE, "socket": str(tmp_path / "none")}
     with pytest.raises(ValueError, match=r"an image has no \{python\}"):
         AgentConfig(command="{python} a.py", sandbox={"backend": image})
+    far = {"type": "http", "url": "http://192.0.2.1:8900"}
+    with pytest.raises(ValueError, match=r"does not reach this host's gateway\.host=127\.0\.0\.1: set"):
+        AgentConfig(command="true", sandbox={"backend": far})
     with pytest.raises(ConfigError, match="no daemon listens there"):  # and the program may be the image's
         build_environment(AgentConfig(command="no-such-program", reward="exact", sandbox={"backend": image}))

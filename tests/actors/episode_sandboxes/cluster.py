@@ -9,6 +9,7 @@ from aiohttp import WSMsgType, web
 
 from actors.episode_sandboxes.base import Command
 from actors.episode_sandboxes.namespaces import NamespaceBackend
+from actors.episode_sandboxes.relay import copy
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 
 PODS = "/api/v1/namespaces/train/pods"
@@ -21,6 +22,7 @@ class Cluster:
     def __init__(self):
         self.backend = NamespaceBackend.from_config(NamespaceSandboxes())
         self.pods, self.described, self.policies = {}, {}, []
+        self.ways = []
         self.fails = False
         """Whether pods end before they run."""
 
@@ -35,7 +37,8 @@ class Cluster:
 
     async def add_policy(self, request):
         self.policies.append(await request.json())
-        status = 201 if len(self.policies) == 1 else 409
+        names = [one["metadata"]["name"] for one in self.policies]
+        status = 201 if len(set(names)) == len(names) else 409
         return web.json_response({"kind": "Status", "message": "exists"}, status=status)
 
     async def add(self, request):
@@ -51,7 +54,19 @@ class Cluster:
         phase = "Failed" if self.fails else "Running" if name in self.pods else "Pending"
         if name not in self.pods:
             self.pods[name] = await self.backend.start(None, SandboxLimits())
+            await self.let_out(name)
         return web.json_response({"metadata": {"name": name}, "status": {"phase": phase}})
+
+    async def let_out(self, name):
+        """Do what a network policy does: connect a port of the pod's loopback to that of this host."""
+        label = self.described[name]["metadata"]["labels"]["gateway"]
+        for policy in (one["spec"] for one in self.policies):
+            if policy["podSelector"]["matchLabels"].get("gateway") == label:
+                [way] = policy["egress"]
+                assert way["to"] == [{"ipBlock": {"cidr": "127.0.0.1/32"}}]
+                [port] = [one["port"] for one in way["ports"]]
+                served = await asyncio.start_server(to_port(port), sock=await self.pods[name].listen(port))
+                self.ways.append(served)
 
     async def remove(self, request):
         pod = self.pods.pop(request.match_info["name"], None)
@@ -96,6 +111,16 @@ class Cluster:
         await stream.send_bytes(b"\3" + json.dumps(failed if status else {"status": "Success"}).encode())
 
 
+def to_port(port):
+    """What brings a connection to a port of this host."""
+
+    async def relay(reader, writer):
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    return relay
+
+
 @web.middleware
 async def known(request, handler):
     if request.headers.get("Authorization") != "Bearer secret":
@@ -113,5 +138,7 @@ async def cluster():
     try:
         yield found, f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
+        for way in found.ways:
+            way.close()
         await runner.cleanup()
         await found.backend.close()

@@ -11,7 +11,7 @@ from actors.episode_sandboxes import owner
 from actors.episode_sandboxes.base import Command, EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.hosted import commands
-from actors.episode_sandboxes.hosted.backend import HostedBackend
+from actors.episode_sandboxes.hosted.backend import HostedBackend, WayOut
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import HostedSandboxes, NamespaceSandboxes, SandboxLimits
@@ -54,7 +54,8 @@ class Service:
         self.namespaces = NamespaceBackend.from_config(NamespaceSandboxes())
         self.sandboxes, self.asked, self.hangs = {}, 0, False
 
-    async def start(self, image, limits, owner):
+    async def start(self, image, limits, owner, way_out):
+        self.way_out = way_out
         if self.hangs:
             await asyncio.Event().wait()
         sandbox = Sandbox(self, await self.namespaces.start(None, limits))
@@ -100,8 +101,8 @@ async def test_what_an_actor_left_is_ended_by_the_next_one_of_its_host():
     gone = (await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", told], text=True)).strip()
     async with backend_of() as (backend, service):
         elsewhere = "0123456789abcdef-1-1"
-        left = [await service.start("tiny:1", SandboxLimits(), one) for one in (gone, elsewhere)]
-        ours = await service.start("tiny:1", SandboxLimits(), owner.this_process())
+        left = [await service.start("tiny:1", SandboxLimits(), one, WayOut()) for one in (gone, elsewhere)]
+        ours = await service.start("tiny:1", SandboxLimits(), owner.this_process(), WayOut())
         await backend.start(None, SandboxLimits())
         assert left[0] not in service.sandboxes
         assert {left[1], ours} < set(service.sandboxes)
@@ -117,6 +118,22 @@ async def test_a_start_that_takes_too_long_or_has_a_poor_image_is_told_and_leave
         with pytest.raises(ToolError, match="the image of a sandbox lacks nosuchprogram"):
             await backend.start(None, SandboxLimits())
         assert service.sandboxes == {}
+
+
+async def test_a_sandbox_is_let_out_to_the_gateway_alone():
+    async with backend_of() as (backend, service):
+        ways = {
+            "https://gate.example/x": ((), ("gate.example",)),
+            "http://192.0.2.7:81": (("192.0.2.7/32",), ()),
+        }
+        for gateway, (networks, names) in ways.items():
+            sandbox = await backend.start(None, SandboxLimits(), gateway)
+            assert service.way_out == WayOut(networks, names)
+            assert await sandbox.reach(gateway) == (gateway, None)
+        await backend.start(None, SandboxLimits())
+        assert service.way_out.is_closed
+        with pytest.raises(ToolError, match="'gate' is no address of a server"):
+            await backend.start(None, SandboxLimits(), "gate")
 
 
 def test_a_service_whose_package_is_missing_is_a_config_error(monkeypatch):

@@ -23,7 +23,7 @@ def token(tmp_path):
 @asynccontextmanager
 async def backend_of(token, url):
     backend = KubernetesBackend(
-        KubernetesSandboxes(image="tiny:1", url=url, namespace="train", token_file=token, certificate=None)
+        KubernetesSandboxes(image="tiny:1", api=url, namespace="train", token_file=token, certificate=None)
     )
     try:
         yield backend
@@ -37,7 +37,9 @@ async def test_a_pod_does_what_a_sandbox_does(token):
         [body] = found.described.values()
         [container] = body["spec"]["containers"]
         assert container["resources"]["limits"] == {"memory": "64Mi", "ephemeral-storage": "9Mi", "cpu": "1"}
-        assert body["metadata"]["labels"] == found.policies[0]["spec"]["podSelector"]["matchLabels"]
+        labels = body["metadata"]["labels"]
+        assert {**labels, "gateway": ""} == labels
+        assert {"app": labels["app"]} == found.policies[0]["spec"]["podSelector"]["matchLabels"]
         await does_what_a_sandbox_does(sandbox)
         await sandbox.close()
         assert found.pods == {}

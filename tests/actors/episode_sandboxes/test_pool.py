@@ -23,7 +23,7 @@ class Counted:
         self.running = []
         self.most = 0
 
-    async def start(self, image, limits):
+    async def start(self, image, limits, gateway=None):
         sandbox = await self._backend.start(image, limits)
         self.running.append(sandbox)
         self.most = max(self.most, len(self.running))

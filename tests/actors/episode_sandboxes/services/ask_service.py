@@ -25,7 +25,9 @@ async def ask(name):
         os.environ.update(variables)
         config = HostedSandboxes(type=name, image="tiny:1", life_s=1800, cpus=2, start_timeout_s=60)
         backend = build_backend(config)
-        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits(memory_mb=3000, disk_mb=9000)))
+        sandbox = EpisodeSandbox(
+            await backend.start(None, SandboxLimits(memory_mb=3000, disk_mb=9000), "http://192.0.2.7:8080")
+        )
         [asked] = service.described.values()
         service.check(asked)
         await does_what_a_sandbox_does(sandbox)

@@ -54,16 +54,11 @@ class Daytona(Places):
 
     def check(self, asked):
         """See that what was asked for is what the settings say."""
-        names = (
-            "cpu",
-            "memory",
-            "disk",
-            "networkBlockAll",
-            "autoDeleteInterval",
-            "autoStopInterval",
-            "ttlMinutes",
-        )
-        assert [asked[name] for name in names] == [2, 3, 9, True, 0, 0, 30]
+        wish = {
+            "cpu": 2, "memory": 3, "disk": 9, "networkBlockAll": False, "networkAllowList": "192.0.2.7/32",
+            "autoDeleteInterval": 0, "autoStopInterval": 0, "ttlMinutes": 30,
+        }  # fmt: skip
+        assert {name: asked[name] for name in wish} == wish
         assert asked["buildInfo"]["dockerfileContent"].strip() == "FROM tiny:1"
 
     def belongs_to(self, name, owner):

@@ -58,11 +58,8 @@ class E2B(Places):
 
     def check(self, asked):
         """See that what was asked for is what the settings say."""
-        assert (asked["templateID"], asked["timeout"], asked["allow_internet_access"]) == (
-            "tiny:1",
-            1800,
-            False,
-        )
+        assert (asked["templateID"], asked["timeout"]) == ("tiny:1", 1800)
+        assert asked["network"] == {"allowOut": ["192.0.2.7/32"], "denyOut": ["0.0.0.0/0"]}
 
     def belongs_to(self, name, owner):
         self.described[name]["metadata"]["sluice.owner"] = owner

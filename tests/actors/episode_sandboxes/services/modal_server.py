@@ -94,7 +94,7 @@ class Modal(Places, answering(ModalClientBase)):
         assert (limits.milli_cpu, limits.milli_cpu_max, limits.memory_mb, limits.memory_mb_max) == (
             2000, 2000, 3000, 3000,
         )  # fmt: skip
-        assert made.network_access.network_access_type == api.NetworkAccess.NetworkAccessType.BLOCKED
+        assert [*made.network_access.allowed_cidrs] == ["192.0.2.7/32"]
 
     def belongs_to(self, name, owner):
         self.described[name].tags[0].tag_value = owner
