@@ -119,14 +119,14 @@ class _OfDtype:
             sent = [[_Changes.none(self._sets[0].dtype)] for _ in range(dist.get_world_size())]
             for chunk in self._chunks[number * self._a_round :][: self._a_round]:
                 chunk.find(pieces, self._bounds, sent)
-            places, words = _exchanged(sent)
-            changes = _Changes(places - self._bounds[dist.get_rank()], words)
-            self._waiting.append(changes)
-            if self._newest is not None:
-                self._newest.append(changes)
-            if sum(len(each.places) for each in self._waiting) > WAITING_CHANGES:
-                self._write(turn)
-                self._newest = None
+            for places, words in _exchanged(sent):
+                changes = _Changes(places - self._bounds[dist.get_rank()], words)
+                self._waiting.append(changes)
+                if self._newest is not None:
+                    self._newest.append(changes)
+                if sum(len(each.places) for each in self._waiting) > WAITING_CHANGES:
+                    self._write(turn)
+                    self._newest = None
 
     def arrived(self, turn: int) -> Mapping[str, HostTensor]:
         self._write(turn)
@@ -231,20 +231,30 @@ def _differing(new: Tensor, old: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(new.numpy() != old.numpy()))  # in a quarter of torch's time
 
 
-def _exchanged(sent: Sequence[Sequence[_Changes]]) -> tuple[Tensor, Tensor]:
-    """Send each rank its changes; return those of all ranks for this one, on the host."""
-    ours = [sum(len(each.places) for each in changes) for changes in sent]
-    counts = torch.tensor(ours, device=device())
-    of_others = torch.empty_like(counts)
-    dist.all_to_all_single(of_others, counts)
-    sizes = of_others.tolist()
+def _exchanged(sent: Sequence[Sequence[_Changes]]) -> Iterator[_Changes]:
+    """Send each rank its changes; yield those of all ranks for this one, on the host.
 
-    def passed(values: list[Tensor]) -> Tensor:
-        item = values[0].element_size()  # bytes, since NCCL has no 16-bit integers
-        received = torch.empty(sum(sizes) * item, dtype=torch.uint8, device=device())
-        coming, going = ([count * item for count in counts] for counts in (sizes, ours))
-        dist.all_to_all_single(received, torch.cat(values).view(torch.uint8), coming, going)
-        return received.view(values[0].dtype).cpu()
+    A rank receives about `ROUND_ELEMENTS` at a time and no more: of the first version everything is new, and
+    what the ranks compare at a moment often belongs to one of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    every = [_Changes(*map(torch.cat, zip(*changes, strict=True))) for changes in sent]
+    ours = torch.tensor([len(each.places) for each in every], device=device())
+    of_all = ours.new_empty(ranks, ranks)
+    dist.all_gather(list(of_all), ours)
+    counts = of_all.cpu()  # from each rank to each
+    turns = max(1, -(-int(counts.sum(0).max()) // ROUND_ELEMENTS))
+    for turn in range(turns):
+        firsts, ends = counts * turn // turns, counts * (turn + 1) // turns
+        places = [slice(*place) for place in zip(firsts[rank].tolist(), ends[rank].tolist(), strict=True)]
+        sizes = (ends - firsts)[:, rank].tolist()
+        going = ([each[n][place] for each, place in zip(every, places, strict=True)] for n in range(2))
+        yield _Changes(*(_passed(values, sizes) for values in going))
 
-    every = [each for changes in sent for each in changes]
-    return passed([each.places for each in every]), passed([each.words for each in every])
+
+def _passed(values: list[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Send each rank its values; return what comes, so many from each."""
+    item = values[0].element_size()  # bytes, since NCCL has no 16-bit integers
+    received = torch.empty(sum(sizes) * item, dtype=torch.uint8, device=device())
+    coming, going = ([size * item for size in each] for each in (sizes, map(len, values)))
+    dist.all_to_all_single(received, torch.cat(values).view(torch.uint8), coming, going)
+    return received.view(values[0].dtype).cpu()

@@ -130,7 +130,7 @@ def laid_out(weights: Weights) -> list[WeightBucket]:
     """Return tensors together as far as they are small, in order; a larger one is alone."""
     buckets: list[WeightBucket] = []
     for name, tensor in weights.tensors.items():
-        size_bytes = -(-tensor.words.nbytes // ALIGNED) * ALIGNED
+        size_bytes = -(-tensor.size_bytes // ALIGNED) * ALIGNED
         if not buckets or buckets[-1].size_bytes + size_bytes > BUCKET_BYTES:
             end = buckets[-1].end if buckets else 0
             buckets.append(WeightBucket(end, end))

@@ -270,7 +270,11 @@ class Rank:
         copying: Future[Copied] = Future()
         if dist.get_rank() > 0:
             self._tensors.begin(copying)
-        copied = await translated(copy_weights(self._host, self._backend, self._thread))
+        try:
+            copied = await translated(copy_weights(self._host, self._backend, self._thread))
+        except BaseException as error:
+            copying.set_exception(error)  # rank 0 may wait for them already
+            raise
         copying.set_result(copied)
         return copied
 

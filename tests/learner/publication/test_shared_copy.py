@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from learner.publication import shared_copy
 from learner.publication.broadcast import SPARES, Broadcaster
 from learner.publication.broadcast_process import KEPT, LEFT_BYTES, Source
 from learner.publication.shared_copy import ALIGNED, Memory, SharedCopy
-from storage.weights.tensors import Weights
+from storage.weights.tensors import RemoteTensor, Weights
 
 STATE = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -67,6 +69,22 @@ def test_an_engine_takes_no_more_at_once_than_the_largest_tensor():
     names = [[name for bucket in buckets for name in bucket.names] for buckets in together]
     assert names == [["a", "b", "c"], ["d"], ["e", "f", "g"]]
     assert list(SharedCopy(weights(state={})).taken_together()) == []
+
+
+def test_tensors_of_another_rank_are_fetched_once():
+    mine, fetched = weights(), 0
+
+    def remote(tensor):
+        def read(start, stop):
+            nonlocal fetched
+            fetched += stop - start
+            return tensor.words.view(np.uint8)[start:stop].data
+
+        return RemoteTensor(tensor.dtype, tensor.shape, read)
+
+    theirs = {name: remote(tensor) for name, tensor in mine.tensors.items()}
+    assert bytes_in(SharedCopy(replace(mine, tensors=theirs))) == bytes_of(STATE)
+    assert fetched == mine.size_bytes
 
 
 def test_a_copy_is_made_in_memory_of_its_size():
