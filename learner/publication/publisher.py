@@ -335,7 +335,7 @@ class WeightPublisher:
         """Have `write` store the announced weights beside what comes next; other ranks hold theirs."""
         others = self._others
         if others is None:
-            self._snapshots.begin(weights, write)
+            await self._snapshots.begin(weights, write)
             return
         await others.hold(weights.policy_version)
 
@@ -344,7 +344,7 @@ class WeightPublisher:
             await others.drop(weights.policy_version)
             return is_there
 
-        self._snapshots.begin(weights, written)
+        await self._snapshots.begin(weights, written)
 
     async def _announce_snapshot(self, blob: BlobRef, version: int) -> None:
         """Announce the latest version again, with the snapshot of a version that its deltas lead on from."""
@@ -494,7 +494,9 @@ class WeightPublisher:
             self._files = with_quantisation(self._files, quantisation_config(found, shapes))
             await self._put_model()
         mine = await asyncio.to_thread(self._encoder.in_format, tensors)
-        return others.with_theirs(mine, self._encoder, policy_version) if others else mine
+        if others is None:
+            return mine
+        return await asyncio.to_thread(others.with_theirs, mine, self._encoder, policy_version)
 
     async def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta | None:
         """Return the delta; None for one that is not worth it, of another version than `base`."""
@@ -523,7 +525,8 @@ class WeightPublisher:
             self._adapted = self._base.described(blob)
 
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
-        return await self._put(snapshot_content(weights), weights.policy_version, "snapshot")
+        content = await asyncio.to_thread(snapshot_content, weights)
+        return await self._put(content, weights.policy_version, "snapshot")
 
     async def _put(self, content: Content, *tokens: object) -> BlobRef:
         blob = await self._store.put(content, self._incarnation, *tokens)

@@ -130,8 +130,9 @@ class OtherRanks:
     def __init__(
         self, host: HostCopy, group: dist.ProcessGroup | None, send: Callable[[Wish], Awaitable[None]]
     ) -> None:
-        """`send` has every rank `fulfil` a wish."""
+        """`send` has every rank `fulfil` a wish, in the loop that runs now."""
         self._host, self._group, self._send = host, group, send
+        self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "answers of ranks")
         self._one = asyncio.Lock()
         self._asking: set[asyncio.Task[Any]] = set()
@@ -147,13 +148,13 @@ class OtherRanks:
         divided = self._host.divided
         if divided is None:
             return mine
-        loop, found = asyncio.get_running_loop(), dict[str, HostTensor]()
+        found: dict[str, HostTensor] = {}
         for name, kind in divided.kinds.items():
             for each, (dtype, shape) in encoder.kinds({name: kind}).items():
                 wish = Wish(
                     kind="bytes", policy_version=policy_version, rank=divided.holders[name], name=each
                 )
-                found[each] = mine.get(each) or RemoteTensor(dtype, shape, partial(self._read, loop, wish))
+                found[each] = mine.get(each) or RemoteTensor(dtype, shape, partial(self._read, wish))
         return found
 
     async def encoded(self, policy_version: int, most_bytes: int) -> list[EncodedTensors | None]:
@@ -174,10 +175,10 @@ class OtherRanks:
         """Undo a `hold`."""
         await self._ask(Wish(kind="drop", policy_version=policy_version))
 
-    def _read(self, loop: asyncio.AbstractEventLoop, wish: Wish, start: int, stop: int) -> Data:
-        """Fetch some bytes of a tensor; on any thread but that of `loop`."""
+    def _read(self, wish: Wish, start: int, stop: int) -> Data:
+        """Fetch some bytes of a tensor; on any thread but that of the loop."""
         asked = self._ask(replace(wish, start=start, stop=stop))
-        [found] = asyncio.run_coroutine_threadsafe(asked, loop).result()
+        [found] = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
         return cast(bytes, found)
 
     async def _ask(self, wish: Wish) -> list[object]:

@@ -79,11 +79,11 @@ class SnapshotWriter:
         """Tell whether a snapshot is being written or is about to be."""
         return not all(task.done() for task in self._begun)
 
-    def begin(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
+    async def begin(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
         """Have `write` store the content of the weights, and tell whether it is announced.
 
         Their tensors stay as they are until `release`."""
-        held = HeldContent(weights, self._bytes_per_s)
+        held = await asyncio.to_thread(HeldContent, weights, self._bytes_per_s)
         task = asyncio.create_task(self._write(held, write), name=f"snapshot {weights.policy_version}")
         self._begun[task] = held
 

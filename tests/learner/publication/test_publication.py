@@ -1,5 +1,7 @@
 import asyncio
+import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from bus.messages import PolicyManifest, Probe, RoleHolder, SnapshotWanted
 from learner.config.publication import PublicationConfig
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication import publisher as publishing
+from learner.publication import snapshot_writer
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
+from storage.weights.tensors import snapshot_content
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 10
@@ -90,6 +94,45 @@ async def test_a_version_is_announced_before_its_snapshot_is_stored(bus, publish
     async with asyncio.timeout(TIMEOUT_S):
         heard = [await news.get() for _ in range(5)]
     assert [(m.policy_version, m.snapshot_at) for m in heard] == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 3)]
+
+
+class OtherRanksWithoutTensors:
+    """Notes on which thread tensors are named, which takes seconds where there are very many."""
+
+    def __init__(self):
+        self.threads = set()
+
+    def with_theirs(self, mine, *_):
+        self.threads.add(threading.current_thread())
+        return mine
+
+    async def encoded(self, *_):
+        return []
+
+    async def digests(self, _):
+        return {}
+
+    async def hold(self, _):
+        """There is nothing to hold."""
+
+    drop = hold
+
+
+async def test_the_loop_goes_on_while_tensors_are_named_and_laid_out(bus, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    others = OtherRanksWithoutTensors()
+    for module in (publishing, snapshot_writer):
+        content = partial(OtherRanksWithoutTensors.with_theirs, others)
+        monkeypatch.setattr(module, "snapshot_content", lambda w, note=content: snapshot_content(note(w)))
+    publisher = WeightPublisher(
+        bus, BusBlobs(bus), PublicationConfig(snapshot_every=2), incarnation="one", others=others
+    )
+    await publisher.start(tmp_path)
+    for version in range(3):
+        await publish(publisher, version)
+    assert publisher.latest.snapshot_at == 2
+    assert others.threads
+    assert threading.current_thread() not in others.threads
 
 
 async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus, publisher):
