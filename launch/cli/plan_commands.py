@@ -55,12 +55,16 @@ def plan(
     from launch.plan.plan import plan as planned
     from launch.plan.report import plan_json, plan_lines
     from learner.metrics.gpus import GPUS
+    from storage.prompt_files.hub_data import is_hub_data
+    from storage.prompt_files.rows import read_rows
 
     configure_logging("error")
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is unknown{nearest(gpu, GPUS)}; known are {', '.join(sorted(GPUS))}")
     resolved = validate(merged(given.sources(settings)))
     given.prepare(with_environment=False)
+    if given.prompts is not None and not is_hub_data(given.prompts):
+        next(read_rows(given.prompts), None)  # a file that is not there is no file to plan with
     kind = GPUS[gpu]
     if gpu_memory_gib is not None:
         kind = replace(kind, memory_gib=gpu_memory_gib)

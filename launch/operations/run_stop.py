@@ -24,17 +24,23 @@ def stop_run(path: Path, timeout_s: float) -> str:
     """Send SIGTERM to the `launch local` of a run, and return in words what came of it.
 
     Its parts then end in order: the learner finishes its step and saves a checkpoint. Raises `ConfigError`
-    for a run whose processes were started one by one or cannot be seen, and `SluiceError` when it has not
-    ended in time."""
+    for a run whose processes were started one by one or by Slurm, or cannot be seen, and `SluiceError` when
+    it has not ended in time."""
     pids = sorted({pid for held in processes_holding(lock_files(path)).values() for pid in held})
     if not pids and (owner := hidden_owner(path)) is not None:
         raise ConfigError(
             f"run {path.name!r} belongs to {owner}, whose processes this user cannot see: whether it goes on "
             f"is not known. Stop it as {owner}"
         )
+    supervisor = supervisor_of(path)
+    if supervisor is None and (path / "slurm" / "bus").exists():
+        raise ConfigError(
+            f"run {path.name!r} is a job of Slurm, which requeues a job whose processes end: end it by "
+            f"`scancel --me --name=sluice-{path.name},sluice-{path.name}-actors`, and before that send it "
+            "`scancel --batch --signal=USR1 JOB` for a checkpoint"
+        )
     if not pids:
         return f"run {path.name!r} is not going on, on this host: nothing to stop"
-    supervisor = supervisor_of(path)
     if supervisor is None:
         raise ConfigError(
             f"run {path.name!r} was not started by `launch local`, or that has ended and its parts are "

@@ -307,6 +307,10 @@ def test_a_process_names_the_nearest_of_all_settings(process):
     assert "it to the `launch storage` of the run" in process("learner", "--data.task", "sort")
 
 
+def test_a_plan_with_prompts_that_are_not_there_is_refused(process):
+    assert "none.jsonl: no such file" in process("plan", "--preset", "sort", "--prompts", "none.jsonl")
+
+
 @pytest.mark.parametrize("command", [local, try_, plan])
 def test_what_looks_at_a_run_before_it_starts_takes_the_short_forms_of_the_start(command):
     assert signature(command).parameters["given"].annotation is OfSettings

@@ -71,6 +71,18 @@ def test_a_number_that_another_process_got_is_left_alone(run: Path):
         assert (shard.poll(), other.poll()) == (None, None)
 
 
+def test_a_job_of_slurm_is_not_told_to_be_ended_by_its_processes(run: Path):
+    (run / "slurm").mkdir()
+    (run / "slurm/bus").write_text("nats://node:14222")
+    with holding(run / "replay/shard_00/.lock") as shard:
+        (run / "lock").write_text("")
+        with pytest.raises(ConfigError, match="`scancel --me --name=sluice-mine,sluice-mine-actors`"):
+            stop_run(run, 20)
+        assert shard.poll() is None
+    with pytest.raises(ConfigError, match="is a job of Slurm"):  # on a host that is none of its own
+        stop_run(run, 20)
+
+
 def test_one_that_does_not_end_in_time_is_named_also_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_stop, "SLOW_S", 0.05)
     with holding(run / "lock", deaf=True) as process:
