@@ -91,6 +91,10 @@ def text(page: Path) -> str:
     return page.read_text()
 
 
+def test_what_a_reader_copies_has_no_prompt_of_a_shell(text: str):
+    assert [line for line in text.splitlines() if line.startswith("$ ")] == []
+
+
 def test_lines_are_short(text: str):
     limits = ((line, LONGEST_ROW if line.startswith("|") else LONGEST_LINE) for line in text.splitlines())
     assert [line for line, limit in limits if len(line) > limit] == []
