@@ -111,8 +111,8 @@ class ToolChat:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._converse(chat, policy)
         except TimeoutError as error:
-            limit = self._config.timeout_s
-            if chat.tool_time_s < limit / 2 or not self._chats.work:  # else the calls of the model took it
+            limit, calls_s = self._config.timeout_s, chat.tool_time_s - chat.tools.waited_s
+            if calls_s < limit / 2 or not self._chats.work:  # else the calls of the model took it
                 self._chats.note(worked=False)
                 raise EpisodeError(f"the episode of {task.task_id} took longer than {limit:g} s") from error
             chat.end = "turn_limit"
@@ -256,6 +256,7 @@ class ToolChat:
 
     async def _called(self, tool: Tool, arguments: Arguments, tools: EpisodeTools) -> ToolResult:
         limit = self._config.tool_timeout_s
+        await tools.room_for(tool)
         try:
             async with asyncio.timeout(limit) as clock:
                 result = await tools.call(tool, arguments)

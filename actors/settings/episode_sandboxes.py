@@ -38,7 +38,7 @@ class HostBudgetConfig(Config):
     """Sum of their `disk_mb`."""
 
     wait_s: float = Field(3600.0, gt=0)
-    """Longest time that a sandbox waits for room; then its episode fails."""
+    """Longest time that an episode waits for its sandbox, also for one of `at_once`; then it fails."""
 
     @property
     def amounts(self) -> tuple[int | None, int | None, int | None]:

@@ -10,7 +10,7 @@ from actors.episodes.task import JSON, Task
 
 __all__ = [
     "Arguments", "EndsCalls", "EpisodeState", "ExaminedTool", "KeepsState", "Tool", "ToolError", "ToolResult",
-    "function_schema", "shortened",
+    "WaitsForRoom", "function_schema", "shortened",
 ]  # fmt: skip
 
 Arguments = Mapping[str, JSON]
@@ -60,6 +60,14 @@ class KeepsState(Protocol):
 
     def episode(self, task: Task) -> AbstractAsyncContextManager[EpisodeState]:
         """Open the state of one episode, until the episode ends. Tools with the same `episode` share it."""
+
+
+@runtime_checkable
+class WaitsForRoom(KeepsState, Protocol):
+    """A tool whose state may wait for others to end before it opens, which is no fault of the model."""
+
+    room_wait_s: float
+    """Longest time that it waits; then opening it raises ToolError."""
 
 
 @runtime_checkable

@@ -3,11 +3,21 @@
 import asyncio
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractAsyncContextManager
+from time import monotonic
 
 import structlog
 
 from actors.episodes.task import JSON, Task
-from actors.tools.base import Arguments, EpisodeState, ExaminedTool, KeepsState, Tool, ToolResult
+from actors.tools.base import (
+    Arguments,
+    EpisodeState,
+    ExaminedTool,
+    KeepsState,
+    Tool,
+    ToolError,
+    ToolResult,
+    WaitsForRoom,
+)
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -23,12 +33,27 @@ class EpisodeTools:
         self._states: dict[Hashable, _HeldState] = {}
         self._left: list[asyncio.Task[None]] = []
         """States that failed and are being closed."""
+        self.waited_s = 0.0
+        """Time for which states waited until there was room for them."""
 
     async def call(self, tool: Tool, arguments: Arguments) -> ToolResult:
         """Carry out a call. Raises what the tool raises, or what opening its state raises."""
         if not isinstance(tool, KeepsState):
             return await tool.call(arguments)
         return await (await self._state(tool)).call(tool.name, arguments)
+
+    async def room_for(self, tool: Tool) -> None:
+        """Return once there is room for what a tool keeps, if it waits for that. Raises ToolError."""
+        if not isinstance(tool, WaitsForRoom):
+            return
+        began = monotonic()
+        try:
+            async with asyncio.timeout(tool.room_wait_s):
+                await self._state(tool)
+        except TimeoutError as error:
+            raise ToolError(f"{tool.name!r} waited for {tool.room_wait_s:g} s and found no room") from error
+        finally:
+            self.waited_s += monotonic() - began
 
     async def examined(self, tools: Iterable[Tool]) -> dict[str, JSON]:
         """Return what tools find in their states, at the end. Raises ToolError."""

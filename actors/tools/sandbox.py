@@ -95,6 +95,7 @@ class SandboxTool:
         self.description = description
         self.parameters = parameters
         self.episode = sandboxes.episode
+        self.room_wait_s = sandboxes.room_wait_s
         self.is_examined = sandboxes.are_checked
         self._sandboxes = sandboxes
 
@@ -127,6 +128,11 @@ class Sandboxes:
         """Return the tools that are offered."""
         offered = [OFFERED[kind] for kind in dict.fromkeys(self._config.offers)]
         return [SandboxTool(self, name, *told) for tools in offered for name, told in tools.items()]
+
+    @property
+    def room_wait_s(self) -> float:
+        """Return the longest time that an episode waits for its sandbox."""
+        return self._config.host_budget.wait_s
 
     @property
     def are_checked(self) -> bool:

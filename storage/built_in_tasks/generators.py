@@ -15,6 +15,7 @@ from storage.built_in_tasks import lookup_tasks as lookups
 from storage.built_in_tasks import picture_tasks as pictures
 from storage.built_in_tasks import python_demonstrations as python
 from storage.built_in_tasks import repair_task as repairs
+from storage.built_in_tasks import tiny_repositories as repositories
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompt_files.dataset import is_trained, prompt_content, tool_schemas
@@ -40,9 +41,9 @@ class BuiltInTask:
 
     problem: Callable[[int], tuple[str | list[Json], str]]
     """Function from a number to the prompt and label of that problem."""
-    demonstration: Callable[[int, Random, bool], str | tuple[list[Json], str]]
+    demonstration: Callable[[int, Random, bool], str | tuple[list[Json], str]] | None
     """Function from a number to a worked answer of that problem, right or plausibly wrong; in a task of
-    several turns to the chat before one of them, and that turn."""
+    several turns to the chat before one of them, and that turn. None for a task without demonstrations."""
     problems: int
     """Number of problems, counted from 0."""
     wrong_share: float
@@ -184,7 +185,7 @@ def _prompt_row(task: BuiltInTask, number: int) -> dict[str, Json]:
 
 def _demonstration_rows(task: BuiltInTask, held: frozenset[int], rng: Random) -> Iterator[dict[str, Json]]:
     written = 0
-    while written < task.demonstrations:
+    while task.demonstration is not None and written < task.demonstrations:
         number = rng.randrange(task.problems)
         if number not in held:
             worked = task.demonstration(number, rng, rng.random() < task.wrong_share)
@@ -278,6 +279,14 @@ TASKS = {
         wrong_share=0.6,
         heldout=64,
         metadata=repairs.repair_files,
+    ),
+    "repositories": BuiltInTask(
+        repositories.repository_problem,
+        None,
+        problems=len(repositories.REPOSITORIES),
+        wrong_share=0,
+        heldout=6,
+        metadata=repositories.repository_files,
     ),
     "guess": BuiltInTask(
         agents.guess_problem,

@@ -133,8 +133,8 @@ class DataConfig(Config):
 
     task: str | None = None
     """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition, product,
-    guess, nim, panel, debate, python, retool, repair, search or shop; or `reasoning_gym/NAME`, which has no
-    demonstrations."""
+    guess, nim, panel, debate, python, retool, repair, repositories, search or shop; or `reasoning_gym/NAME`.
+    The latter and repositories have no demonstrations."""
 
     keys: PromptKeys = PromptKeys()
     """Names of the fields in prompt files."""

@@ -1,8 +1,8 @@
 """Tells whether one actor process bears thousands of episodes of many turns, on a scripted engine.
 
 `launch bench episodes` prints the figures: by how much the event loop was late, the memory of an episode, and
-how many episodes were lost on the way from the lease to the trajectory on the bus. Each turn has the policy's
-answer and a further message, as an environment's would; the bus is a nats-server of its own.
+how many episodes were lost on the way from the lease to the trajectory on the bus, by the actor's account.
+Each turn has the policy's answer and a further message; the bus is a nats-server of its own.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ import psutil
 import uvloop
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.episodes.episode import Episode
-from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
-from actors.rollouts.worker import Worker
+from actors.rollouts.worker import Worker, WorkerParts
+from actors.settings.groups import InterruptionConfig
 from actors.weights.follow import PolicyFollower
-from bus.codec import decode, encode
+from benchmarks.episode_kinds import ANSWERS, QUESTION, REPOSITORY, Kind, environment_of
+from bus.codec import Json, decode, encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
@@ -38,12 +38,12 @@ from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled
 from learner.initial.scratch_model import character_tokenizer
+from storage.account.records import Copy, read_records
+from storage.account.records import Kind as Said
 from tests.actors.scripted_engine import ScriptedEngine
 
 SAMPLES = 8
 """Rollouts of each prompt."""
-QUESTION = "what follows from this, and what will you do next about it?"
-ANSWER = "the answer has thirty two tokens"
 LAG_PERIOD_S = 0.005
 WANTED_LAG_MS = 50.0
 TIMEOUT_S = 1800.0
@@ -59,6 +59,10 @@ class EpisodesLoad:
     turns: int = 20
     turn_s: float = 3.0
     """Mean time that the engine takes for an answer."""
+    kind: Kind = "chat"
+    keep_turns_every_s: float = 60.0
+    """Time between two moments at which new turns are stored. Episodes of an hour store them 60 times: where
+    the engine takes no time, a shorter one makes shorter episodes do so, too."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be asked for."""
@@ -78,35 +82,18 @@ class EpisodesLoad:
 class TimedEngine(ScriptedEngine):
     """A scripted engine that takes its time for an answer, some longer than others."""
 
-    def __init__(self, answer: Sequence[int], turn_s: float) -> None:
-        super().__init__(lambda _: answer)
+    def __init__(self, answers: Sequence[Sequence[int]], turn_s: float) -> None:
+        super().__init__(lambda _: answers[self.tokens_generated % len(answers)])
         self._turn_s = turn_s
         self._random = np.random.default_rng(0)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request` after a while."""
-        await asyncio.sleep(self._turn_s * self._random.uniform(0.5, 1.5))
+        if self._turn_s:
+            await asyncio.sleep(self._turn_s * self._random.uniform(0.5, 1.5))
         generation = await super().generate(request)
         self.requests.clear()  # they would count as the episodes' memory
         return generation
-
-
-class Turns:
-    """An environment that asks again after each answer."""
-
-    trajectories_per_episode: int | None = 1
-
-    def __init__(self, turns: int) -> None:
-        self._turns = turns
-
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """Ask as often as configured."""
-        policy = policy.fresh(task.task_id)
-        messages: list[ChatMessage] = list(task.messages)
-        for _ in range(self._turns):
-            completion = await policy.chat(messages)
-            messages += [completion.message, {"role": "user", "content": QUESTION}]
-        return Episode(policy.trajectories(1.0))
 
 
 def bench_episodes(load: EpisodesLoad) -> Report:
@@ -116,29 +103,38 @@ def bench_episodes(load: EpisodesLoad) -> Report:
 
 async def _bench(load: EpisodesLoad) -> Report:
     tokenizer = character_tokenizer()
-    answer = [*tokenizer.encode(ANSWER, add_special_tokens=False), tokenizer.eos_token_id]
-    engine = TimedEngine(answer, load.turn_s)
-    policy = Policy(engine, tokenizer, Sampling(max_new_tokens=64))
+    encoded = (tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS[load.kind])
+    engine = TimedEngine([[*answer, tokenizer.eos_token_id] for answer in encoded], load.turn_s)
+    policy = Policy(engine, tokenizer, Sampling(max_new_tokens=128))
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
         async with (
             NatsServer(Path(directory)) as server,
             Bus.connect(BusConfig(url=server.url), "bench", name="bench") as bus,
+            environment_of(load.kind, load.turns, load.episodes) as environment,
         ):
             await ensure(bus.js, bus.topology, shards=1)
             await bus.create_keys()
             await _offer(bus, load)
+            account = Path(directory) / "account"
+            parts = WorkerParts(
+                account=account, interruption=InterruptionConfig(keep_turns_every_s=load.keep_turns_every_s)
+            )
             worker = Worker(
-                bus, policy, Turns(load.turns), follower=PolicyFollower(bus, engine),
+                bus, policy, environment, parts, follower=PolicyFollower(bus, engine),
                 keep=load_filter("none"), shards=1, name="bench",
             )  # fmt: skip
             with few_collections(), quick_turns():
-                return await _measured(bus, worker, load)
+                report = await _measured(bus, worker, load)
+            whole, tokens = await _stored(bus, load, account)
+            lost = load.episodes - whole
+            return {**report, "lost": lost, "tokens_per_episode": round(tokens / max(1, whole))}
 
 
 async def _offer(bus: Bus, load: EpisodesLoad) -> None:
     publisher = Publisher(bus)
     for group in range(load.groups):
-        prompt = Prompt(content=f"prompt {group}: {QUESTION}", label="none")
+        files: dict[str, Json] = {"sandbox_files": REPOSITORY}
+        prompt = Prompt(content=f"prompt {group}: {QUESTION}", label="1", metadata=files)
         lease = Lease(lease_id=group, prompt=prompt, samples=SAMPLES, policy_version=0)
         subject = bus.subject("tasks", "rollout")
         await publisher.publish(subject, encode(lease), message_id=f"lease-{group}")
@@ -163,17 +159,16 @@ async def _measured(bus: Bus, worker: Worker, load: EpisodesLoad) -> Report:
                     raise EngineError("the worker ended before its episodes did: see what was logged before")
                 await asyncio.sleep(0.1)
         took_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+        memory.append(process.memory_info().rss)
     finally:
         await cancelled(*watching)
         stop.set()
         await working
-    stored = await _stored(bus, load)
     p50, p99 = np.percentile(np.array(lag) * 1e3, [50, 99])
     turns = load.episodes * load.turns
     return {
         "episodes": load.episodes,
         "turns": load.turns,
-        "lost": load.episodes - stored,
         "event_loop_lag_p50_ms": round(float(p50), 2),
         "event_loop_lag_p99_ms": round(float(p99), 2),
         "event_loop_lag_max_ms": round(max(lag) * 1e3, 2),
@@ -185,16 +180,20 @@ async def _measured(bus: Bus, worker: Worker, load: EpisodesLoad) -> Report:
     }
 
 
-async def _stored(bus: Bus, load: EpisodesLoad) -> int:
-    """Return how many whole episodes are on the bus: each once, with all its turns."""
+async def _stored(bus: Bus, load: EpisodesLoad, account: Path) -> tuple[int, int]:
+    """Return how many episodes are on the bus as the actor's account says, with all turns, and the tokens of
+    all."""
+    files = read_records(account)
+    said = {one.copy for file in files for one in file.records if one.kind is Said.ACKNOWLEDGED}
     inbox, parts = Inbox(bus, "TRAJECTORIES", "shard-0"), Parts(bus)
-    found: set[str] = set()
+    found: dict[Copy, int] = {}
     while arrived := await inbox.take(64, 2.0):
         for handle in await parts.collect(arrived):
-            batch = decode(handle.data, TrajectoryBatch)
-            found.update(t.trajectory_id for t in batch.trajectories if len(t.turns) == load.turns)
+            for one in decode(handle.data, TrajectoryBatch).trajectories:
+                if (copy := Copy.of(one)) in said and len(one.turns) == load.turns:
+                    found[copy] = len(one.token_ids)
             await handle.ack()
-    return len(found)
+    return len(found), sum(found.values())
 
 
 async def _watch_lag(lag: list[float]) -> None:

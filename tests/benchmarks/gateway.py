@@ -7,7 +7,6 @@ turns, and each turn repeats all those before it. `cpu` is the time that this pr
 import asyncio
 import json
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 
@@ -19,9 +18,8 @@ from actors.episodes.task import ChatMessage
 from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
-from benchmarks.gateway_client import QUESTION, TURNS
+from benchmarks.gateway_client import QUESTION, client
 from bus.errors import EngineError
-from bus.process.child_process import module_command
 from bus.waiting import cancelled
 from learner.initial.scratch_model import character_tokenizer
 from tests.actors.scripted_engine import ScriptedEngine
@@ -30,6 +28,7 @@ ALONE = 20
 """Sessions of which one at a time asks."""
 AT_ONCE = 256
 """Sessions that ask at the same time."""
+TURNS = 20
 ANSWER = "the answer has thirty two tokens"
 TIMEOUT_S = 300.0
 LAG_PERIOD_S = 0.005
@@ -100,15 +99,12 @@ async def _through_gateway(name: str, policy: Policy, sessions: int, at_once: in
 
 
 async def _client(urls: Sequence[str], at_once: int) -> list[float]:
-    process = await asyncio.create_subprocess_exec(
-        *module_command("benchmarks.gateway_client", str(at_once)), stdin=PIPE, stdout=PIPE
-    )
+    process = await client(at_once, TURNS)
     async with asyncio.timeout(TIMEOUT_S):
-        said, _ = await process.communicate(json.dumps(urls).encode())
+        said, _ = await process.communicate("".join(f"{url}\n" for url in urls).encode())
     if process.returncode:
         raise EngineError(f"the client of the bench ended with {process.returncode}: see above")
-    found: list[float] = json.loads(said)
-    return found
+    return [took for line in said.splitlines() for took in json.loads(line)[1]]
 
 
 async def _watch_lag(lag: list[float]) -> None:

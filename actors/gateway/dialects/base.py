@@ -87,7 +87,7 @@ def text_of(content: str | Sequence[Part] | None) -> str:
 def content_of(content: str | Sequence[Part] | None) -> JSON:
     """Return a message's content, as parts where it shows images. Raises `RefusedError` for what is neither
     text nor an image."""
-    if not isinstance(content, Sequence) or isinstance(content, str):
+    if content is None or isinstance(content, str):
         return content or ""
     images = {number: url for number, part in enumerate(content) if (url := part.image) is not None}
     if not images:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -74,7 +74,13 @@ def bench_gateway(*, as_json: AsJson = False) -> None:
 
 @bench.command(name="episodes", usage="Usage: launch bench episodes [OPTIONS]")
 def bench_episodes(
-    *, episodes: int = 2000, turns: int = 20, turn_s: float = 3.0, as_json: AsJson = False
+    *,
+    episodes: int = 2000,
+    turns: int = 20,
+    turn_s: float = 3.0,
+    kind: Literal["chat", "gateway", "calculator", "sandbox"] = "chat",
+    keep_turns_every_s: float = 60.0,
+    as_json: AsJson = False,
 ) -> None:
     """Run thousands of episodes at once in one actor process, on a scripted engine, and watch its event loop.
 
@@ -86,6 +92,10 @@ def bench_episodes(
         Answers of the policy in each.
     turn_s
         Mean time that the engine takes for an answer.
+    kind
+        What they do: chat, come through the gateway, call a calculator, or a shell in a sandbox of each.
+    keep_turns_every_s
+        Time between two moments at which new turns are stored.
     as_json
         Print one JSON object on one line.
     """
@@ -93,7 +103,7 @@ def bench_episodes(
     from benchmarks.episodes import bench_episodes as measured
 
     configure_logging("warning")
-    load = EpisodesLoad(episodes, turns, turn_s)
+    load = EpisodesLoad(episodes, turns, turn_s, kind, keep_turns_every_s)
     measure(lambda: {"episodes": measured(load)}, as_json=as_json)
 
 
