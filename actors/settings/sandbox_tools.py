@@ -25,6 +25,10 @@ class SandboxToolConfig(PoolConfig):
     """Tools that the model gets: `shell`, `python`, and with `files` `read_file`, `write_file` and
     `edit_file`."""
 
+    heldout_at_once: int | None = Field(None, ge=1)
+    """Most sandboxes of held-out tasks beside the `at_once` of others, so that neither waits for the other.
+    `None` means a quarter as many."""
+
     command_s: float = Field(60.0, gt=0)
     """Longest time that a command may run; then it is ended, and the sandbox goes on."""
 
@@ -44,6 +48,11 @@ class SandboxToolConfig(PoolConfig):
     def on_this_host(self) -> bool:
         """Return whether a sandbox has the programs of the actor's host."""
         return isinstance(self.backend, NamespaceSandboxes)
+
+    @property
+    def heldout_sandboxes(self) -> int:
+        """Return how many sandboxes of held-out tasks there may be beside those of others."""
+        return self.heldout_at_once or max(1, self.at_once // 4)
 
     @property
     def names(self) -> tuple[str, ...]:

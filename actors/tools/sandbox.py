@@ -119,7 +119,13 @@ class Sandboxes:
     def __init__(self, config: SandboxToolConfig) -> None:
         """Raises ConfigError where the back end does not work here."""
         self._config = config
-        self._pool = SandboxPool(build_backend(config.backend), config, at_once=config.at_once)
+        both = config.at_once + config.heldout_sandboxes
+        self._pool = SandboxPool(build_backend(config.backend), config, at_once=both)
+        self._places = {
+            False: asyncio.Semaphore(config.at_once),
+            True: asyncio.Semaphore(config.heldout_sandboxes),
+        }
+        """Places by whether a task is held out."""
         self._closing = asyncio.Lock()
         self._is_closed = False
 
@@ -147,7 +153,7 @@ class Sandboxes:
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator["SandboxState"]:
         """Have a sandbox while inside, in which the task's files are. Raises ToolError."""
-        async with self._pool.sandbox(image_of(task)) as sandbox:
+        async with self._places[task.heldout], self._pool.sandbox(image_of(task)) as sandbox:
             state = SandboxState(sandbox, self._config, task)
             await state.begin()
             yield state

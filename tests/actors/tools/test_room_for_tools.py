@@ -1,4 +1,4 @@
-"""Episodes that wait for room wait for others: it is no time of their calls."""
+"""Episodes that wait for room wait for others of their kind, and that is no time of their calls."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -9,8 +9,10 @@ from actors.environments.tools import ToolChat
 from actors.episodes.errors import ToolError
 from actors.episodes.task import Task
 from actors.rewards.scoring.answer_scoring import AnswerScoring
+from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import ToolResult
+from actors.tools.build import build_tools
 from actors.tools.episode_tools import EpisodeTools
 from tests.actors.virtual_time import run_virtually
 
@@ -61,3 +63,22 @@ def test_who_finds_no_room_is_told_so_and_the_model_is_not_to_blame():
             await called(Crowded(opens_after_s=700, room_wait_s=600))
 
     run_virtually(waits())
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+async def test_held_out_tasks_and_those_of_training_do_not_wait_for_one_another(held_out):
+    shell = build_tools([SandboxToolConfig(offers=("shell",), at_once=1)])["shell"]
+    these = Task(task_id="t", prompt="x", heldout=held_out)
+    other = Task(task_id="o", prompt="x", heldout=not held_out)
+
+    async def opened() -> None:
+        async with shell.episode(these):
+            pass
+
+    async with shell.episode(these):
+        waiting = [asyncio.create_task(opened()) for _ in range(2)]
+        async with asyncio.timeout(60), shell.episode(other) as state:
+            assert (await state.call("shell", {"command": "echo went on"})).text == "went on"
+        assert not any(one.done() for one in waiting)
+    await asyncio.gather(*waiting)
+    await shell.close()
