@@ -107,6 +107,24 @@ def bench_episodes(
     measure(lambda: {"episodes": measured(load)}, as_json=as_json)
 
 
+@bench.command(name="sandboxes", usage="Usage: launch bench sandboxes [OPTIONS]")
+def bench_sandboxes(*, sandboxes: int = 500, at_once: int = 32, as_json: AsJson = False) -> None:
+    """Start sandboxes of episodes and run commands in them, beside bare processes.
+
+    Parameters
+    ----------
+    sandboxes
+        Sandboxes that are started.
+    at_once
+        Sandboxes at a time.
+    as_json
+        Print one JSON object on one line.
+    """
+    from benchmarks.sandboxes import bench_sandboxes as measured
+
+    measure(lambda: measured(sandboxes, at_once), as_json=as_json)
+
+
 @bench.command(name="learner", usage="Usage: launch bench learner [--json]")
 def bench_learner(*, as_json: AsJson = False) -> None:
     """Compare a training step with a bare megatron-core loop and transformers, on the GPU if there is one.
