@@ -14,6 +14,7 @@ RECENT = 256
 
 @dataclass(slots=True)
 class _Episode:
+    lease_id: int
     prompt: int | None = None
     """Tokens of its first request."""
     limit: int = 0
@@ -49,7 +50,7 @@ class ContextTokens:
 
     def begin(self, lease_id: int, rollouts: list[str]) -> None:
         """Note that these rollouts of a lease begin."""
-        self._leases[lease_id] = {name: _Episode() for name in rollouts}
+        self._leases[lease_id] = {name: _Episode(lease_id) for name in rollouts}
         self._episodes.update(self._leases[lease_id])
         self._samples = max(1, len(rollouts))
         self._changed.set()
@@ -71,11 +72,10 @@ class ContextTokens:
             return
         if episode.prompt is not None:
             self._grown.append(episode.grown)
-        for lease_id, episodes in list(self._leases.items()):
-            if episodes.pop(rollout, None) is not None:
-                if not episodes:
-                    del self._leases[lease_id]
-                break
+        siblings = self._leases.get(episode.lease_id, {})
+        siblings.pop(rollout, None)
+        if not siblings:
+            self._leases.pop(episode.lease_id, None)
         self._changed.set()
 
     def end(self, lease_id: int) -> None:

@@ -44,7 +44,8 @@ class EpisodeTools:
 
     async def room_for(self, tool: Tool) -> None:
         """Return once there is room for what a tool keeps, if it waits for that. Raises ToolError."""
-        if not isinstance(tool, WaitsForRoom):
+        # isinstance of a Protocol takes as long as a quick call
+        if not (hasattr(tool, "room_wait_s") and isinstance(tool, WaitsForRoom)):
             return
         began = monotonic()
         try:
