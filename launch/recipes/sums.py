@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
-HELD_OUT = 128
+HELD_OUT = 64
 PROMPT = "What is {a} + {b}? Answer with the number only."
 
 

@@ -58,7 +58,7 @@ def test_a_model_is_made_of_the_wheel_once_and_its_prompts_are_sums(sums, tmp_pa
     assert {path.name for path in directory.iterdir()} == {"model", "prompts.jsonl", "heldout.jsonl"}
 
     trained, held = (pairs(directory / name) for name in ("prompts.jsonl", "heldout.jsonl"))
-    assert (len(held), len(trained)) == (128, 233)
+    assert (len(held), len(trained)) == (64, 297)
     assert not held & trained
 
 
@@ -97,4 +97,4 @@ def test_a_published_model_learns_sums(tmp_path):
         pytest.skip(ended.stderr)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "sums" / "summary.json").read_text())
-    assert summary["heldout_accuracy_end"] >= 0.3, summary  # 0.01 at the start, 0.41 was seen after 20
+    assert summary["heldout_accuracy_end"] >= 0.6, summary  # 0.05 at the start, 0.84 was seen after 20
