@@ -30,7 +30,7 @@ from actors.tools.sandbox import (
     SANDBOX_CHECK,
     CheckLimits,
     image_of,
-    passes_check,
+    judged_by_check,
     write_texts,
 )
 
@@ -128,7 +128,7 @@ class SandboxedPrograms:
         limits = CheckLimits(
             self._config.reward_timeout_s, self._config.most_output_bytes, self._limits.disk_mb
         )
-        return {SANDBOX_CHECK: await passes_check(self._pool, sandbox, task, check, limits)}
+        return {SANDBOX_CHECK: await judged_by_check(self._pool, sandbox, task, check, limits)}
 
     async def _bring(self, sandbox: EpisodeSandbox, left: Path) -> None:
         archive = await sandbox.snapshot(most_bytes=HEADS_OF_FILES * self._limits.disk_mb << 20)

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     host = Host()
     try:
-        enter(_shown(settings), _furnish, host, processes=True)
+        enter(_shown(settings), partial(_furnish, settings.links), host, processes=True)
         _cover(settings.hidden)
         socket.sethostname("sandbox")
     except OSError as error:
@@ -106,15 +107,18 @@ def _cover(paths: tuple[str, ...]) -> None:
             kernel.attach(kernel.read_only_copy("/dev/null", devices=True), path)
 
 
-def _furnish(root: Path) -> None:
+def _furnish(links: Mapping[str, str], root: Path) -> None:
     """Make the directories and small files that a sandbox has besides those of the host."""
     for path in (*WRITABLE, "/dev/pts"):
         Path(f"{root}{path}").mkdir(parents=True, exist_ok=True)
     for path, text in TEXTS.items():
         Path(f"{root}{path}").parent.mkdir(exist_ok=True)
         Path(f"{root}{path}").write_text(text)
-    for name, target in DEVICE_LINKS.items():
-        Path(root, "dev", name).symlink_to(target)
+    for name, target in {
+        **links,
+        **{f"/dev/{name}": target for name, target in DEVICE_LINKS.items()},
+    }.items():
+        Path(f"{root}{name}").symlink_to(target)
 
 
 def _hold(actor: socket.socket, settings: GuestSettings, limits: GuestLimits, host: Host) -> int:
@@ -185,6 +189,8 @@ def _mount(settings: GuestSettings, size: int) -> None:
     trees = {path: (kernel.read_only_copy(path), Path(path).is_dir()) for path in hidden}
     for path in WRITABLE:
         kernel.mount("sandbox", path, "tmpfs", flags, f"size={size},nr_inodes={size // 4096 + 64},mode=1777")
+    for target in settings.links.values():
+        Path(target).mkdir(parents=True, exist_ok=True)
     for path, (tree, is_directory) in trees.items():
         make_place(Path(path), is_directory=is_directory)
         kernel.attach(tree, path)

@@ -15,6 +15,8 @@ class GuestSettings:
     """Files and directories of the host that are not seen, also where what is above them is."""
     variables: dict[str, str]
     """Environment of commands."""
+    links: dict[str, str]
+    """Names of directories of a sandbox that lead to others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

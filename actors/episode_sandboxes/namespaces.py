@@ -55,7 +55,11 @@ class NamespaceBackend:
             "HOME": "/workspace", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "MPLBACKEND": "Agg", "USER": "sandbox",
         }  # fmt: skip
         shown = (*package_directories(), *(str(path.resolve()) for path in config.readable))
-        return cls(GuestSettings(shown=shown, hidden=tuple(_hidden_below(shown)), variables=variables))
+        return cls(
+            GuestSettings(
+                shown=shown, hidden=tuple(_hidden_below(shown)), variables=variables, links=config.links
+            )
+        )
 
     def _start(self) -> None:
         self._server = started_server("actors.episode_sandboxes.guest", to_json(self._settings))

@@ -1,9 +1,10 @@
 """Settings of episodes' sandboxes: where they run, and what they may use. Loads without torch."""
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bus.config import Config
 
@@ -46,6 +47,9 @@ class HostBudgetConfig(Config):
         return self.sandboxes, self.memory_mb, self.disk_mb
 
 
+WRITABLE = r"/(workspace|tmp)(/(?!\.\.?(/|$))[\w.-]+)*"
+
+
 class NamespaceSandboxes(Config):
     """Sandboxes in namespaces of the actor's host: its programs read-only, without its data and network."""
 
@@ -57,6 +61,19 @@ class NamespaceSandboxes(Config):
 
     readable: tuple[Path, ...] = ()
     """Further files and directories of the host that a sandbox sees, read-only."""
+
+    links: dict[str, str] = Field(default_factory=dict)
+    """Further names of directories that can be written, as in `{ "/app" = "/workspace" }`."""
+
+    @field_validator("links")
+    @classmethod
+    def _lead_to_what_is_written(cls, links: dict[str, str]) -> dict[str, str]:
+        for name, target in links.items():
+            if not (re.fullmatch(r"/[\w.-]+", name) and re.fullmatch(WRITABLE, target)):
+                raise ValueError(
+                    f"{name} -> {target}: link a name below / to a directory of /workspace or /tmp"
+                )
+        return links
 
 
 class ContainerSandboxes(Config):

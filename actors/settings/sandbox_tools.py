@@ -38,7 +38,8 @@ class SandboxToolConfig(PoolConfig):
     check: str | None = None
     """Shell command by which the reward `sandbox_check` judges the workspace that the model left. It runs in
     a new sandbox, beside texts of the prompt's metadata `sandbox_check_files`, which the model never sees. It
-    reads a line on its standard input, and passes by status 0 with that line as the last of its output."""
+    reads a line on its standard input, and passes by status 0 with that line as the last of its output. A
+    number behind it is the reward."""
 
     python: str | None = None
     """Interpreter of the Python session; `None` is the actor's own in namespaces, with its packages, and

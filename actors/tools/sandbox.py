@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
 
 import structlog
@@ -34,11 +35,12 @@ eval "$1"
 FIND_SHELL = 'mkdir -p "$1" && command -v bash || command -v sh'
 SESSION = Path(python_session.__file__).read_bytes()
 SANDBOX_CHECK = "sandbox_check"
-"""Field of an answer's metadata that says whether what was left passes the check."""
+"""Field of an answer's metadata with what the check gives for what was left, 1 where it passes."""
 CHECK_VARIABLES = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
 """Variables of a check: programs read settings of their own in a home, which the workspace is otherwise."""
 HEADS_OF_FILES = 2
 """Factor by which an archive of small files exceeds them, at most: sparse files could fill any memory."""
+SHOWN = 100
 LARGEST_SHOWN = 1 << 20
 """Bytes of a file that is read or edited."""
 
@@ -104,9 +106,9 @@ class SandboxTool:
         raise ToolError(f"{self.name} works in the sandbox of an episode")
 
     async def examined(self, state: EpisodeState) -> Mapping[str, JSON]:
-        """Return whether what the model left passes the check. Raises ToolError."""
+        """Return what the check gives for what the model left. Raises ToolError."""
         assert isinstance(state, SandboxState)
-        return {SANDBOX_CHECK: await self._sandboxes.passes(state)}
+        return {SANDBOX_CHECK: await self._sandboxes.judged(state)}
 
     async def close(self) -> None:
         """End the sandboxes of all these tools."""
@@ -145,10 +147,10 @@ class Sandboxes:
         """Return whether something judges what a model leaves."""
         return self._config.check is not None
 
-    async def passes(self, state: "SandboxState") -> bool:
-        """Run the check on what is in the workspace. Raises ToolError for a fault of the host."""
+    async def judged(self, state: "SandboxState") -> float:
+        """Return what the check gives for the workspace. Raises ToolError for a fault of the host."""
         limits = CheckLimits(self._config.command_s, self._config.output_kb << 10, self._config.disk_mb)
-        return await passes_check(self._pool, state.sandbox, state.task, self._config.check or "", limits)
+        return await judged_by_check(self._pool, state.sandbox, state.task, self._config.check or "", limits)
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator["SandboxState"]:
@@ -175,12 +177,11 @@ class CheckLimits:
     disk_mb: int
 
 
-async def passes_check(
+async def judged_by_check(
     pool: SandboxPool, judged: EpisodeSandbox, task: Task, check: str, limits: CheckLimits
-) -> bool:
-    """Run a check on what is in a workspace, apart from all that was left running there, which ends.
-
-    Raises ToolError for a fault of the host."""
+) -> float:
+    """Return what a check gives for what is in a workspace, apart from all that was left running there, which
+    ends. Raises ToolError for a fault of the host."""
     proof, files = secrets.token_hex(16), task.metadata.get("sandbox_check_files")
     try:
         left = await judged.snapshot(most_bytes=HEADS_OF_FILES * limits.disk_mb << 20)
@@ -196,9 +197,20 @@ async def passes_check(
             )  # fmt: skip
     except (SandboxFileError, ToolFailedError) as error:  # what the model left, such as a full disk
         log.info("sandbox_is_not_checked", task=task.task_id, reason=str(error))
-        return False
-    last = ran.stdout.rstrip().rpartition(b"\n")[2]
-    return ran.end == "exited" and ran.status == 0 and last == proof.encode()
+        return 0.0
+    first, *told = ran.stdout.rstrip().rpartition(b"\n")[2].split(maxsplit=1) or [b""]
+    if ran.end != "exited" or ran.status != 0 or first != proof.encode():
+        return 0.0
+    try:
+        given = float(told[0]) if told else 1.0
+    except ValueError:
+        given = nan
+    if not isfinite(given):
+        log.warning(
+            "sandbox_check_gave_no_number", task=task.task_id, given=told[0][:SHOWN].decode(errors="replace")
+        )
+        return 0.0
+    return given
 
 
 def image_of(task: Task) -> str | None:

@@ -29,7 +29,7 @@ HUB = "https://hub.primeintellect.ai/{}/simple/"
 ADAPTERS = Path(__file__).with_name("adapters")
 PROCESS = ADAPTERS / "adapter_process.py"
 ROWS_TIMEOUT_S = 3600.0
-REASONING_GYM = "reasoning_gym"
+REASONING_GYM, HARBOR = "reasoning_gym", "harbor"
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ExternalEnvironment:
     def place(self) -> Path:
         """Return the directory in which its packages, caches and prompts are kept, with those of other names
         that need the same packages."""
-        kept = f"{self.kind}-{_digest([*self._packages, self.file.python, sys.version])}"
+        kept = f"{self.kind}-{digest_of([*self._packages, self.file.python, sys.version])}"
         return user_cache() / "sluice" / "environments" / kept
 
     @property
@@ -158,7 +158,7 @@ class ExternalEnvironment:
         asked = [self.name, self.file.settings, self.file.prompts, self.file.heldout]
         code = [file.read_text() for file in (PROCESS, self._adapter)]
         slug = re.sub(r"[^A-Za-z0-9.-]+", "-", self.name)[-60:]
-        return self.place / f"{slug}-{_digest([asked, code])}"
+        return self.place / f"{slug}-{digest_of([asked, code])}"
 
     @property
     def _adapter(self) -> Path:
@@ -198,7 +198,8 @@ def external_environment(named: str) -> ExternalEnvironment:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigError(f"--environment {named}: {'; '.join(problems)}") from error
     kind, colon, name = file.source.partition(":")
-    kinds = {**{known: one.about for known, one in KINDS.items()}, REASONING_GYM: "the name of a data set"}
+    own = {REASONING_GYM: "the name of a data set", HARBOR: "a directory of tasks"}
+    kinds = {**{known: one.about for known, one in KINDS.items()}, **own}
     if kind not in kinds:
         raise ConfigError(
             f"--environment {named}: no kind {kind!r}: {nearest(kind, kinds)}write KIND:NAME, with one of "
@@ -206,8 +207,13 @@ def external_environment(named: str) -> ExternalEnvironment:
         )
     if not (colon and name):
         raise ConfigError(f"--environment {named}: write {kind}:NAME, where NAME is {kinds[kind]}")
+    if kind == HARBOR:
+        from launch.external_environments.harbor import HarborEnvironment  # which is one, too
+
+        return HarborEnvironment(file)
     return ExternalEnvironment(file)
 
 
-def _digest(what: Any) -> str:
+def digest_of(what: Any) -> str:
+    """Return what tells apart values of JSON, in a name."""
     return blake2b(json.dumps(what).encode(), digest_size=6).hexdigest()

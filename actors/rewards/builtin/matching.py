@@ -53,5 +53,6 @@ def _number(text: str) -> Decimal:
 
 
 def sandbox_check(answer: Answer) -> float:
-    """Score 1 if what the answer's episode left in its sandbox passes the check of the settings."""
-    return float(answer.metadata.get("sandbox_check") is True)
+    """Return what the check of the settings gives for what the answer's episode left, 1 where it passes."""
+    given = answer.metadata.get("sandbox_check")
+    return float(given) if isinstance(given, int | float) else 0.0
