@@ -4,6 +4,7 @@ import asyncio
 import re
 import socket
 import ssl
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -227,6 +228,7 @@ class Gateway:
         app.router.add_get("/health", self._health)
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/responses", self._respond)
+            app.router.add_post(f"{prefix}/v1/conversations", self._converse)
             for path in ("/v1/chat/completions", "/v1/messages"):
                 app.router.add_post(prefix + path, self._complete)
             app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
@@ -247,13 +249,20 @@ class Gateway:
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of OpenAI's responses, which may go on from an answer of its session."""
         session, raw = self.session_of(request), await self.body_of(request)
-        whole, items = session.responses.whole(raw)
-        ask = OPENAI_RESPONSES.parse(whole)
+        asked = session.responses.whole(raw, again=session.had(_attempt_of(request, raw)))
+        ask = OPENAI_RESPONSES.parse(asked.whole)
 
         def keep(reply: Reply) -> None:
-            session.responses.keep(items, OPENAI_RESPONSES.body(ask, reply))
+            session.responses.keep(asked, OPENAI_RESPONSES.body(ask, reply))
 
         return await self._answered(request, session, OPENAI_RESPONSES, raw, ask, keep)
+
+    async def _converse(self, request: web.Request) -> web.Response:
+        """Begin a conversation of OpenAI's, to which responses are added."""
+        session = self.session_of(request)
+        name = session.responses.begin(await self.body_of(request))
+        made = {"object": "conversation", "created_at": int(time.time()), "metadata": {}}
+        return web.json_response({"id": name, **made})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Do what a path of Google's names behind its model."""
@@ -268,8 +277,7 @@ class Gateway:
         self, request: web.Request, session: Session, dialect: Dialect, raw: bytes, ask: Ask,
         keep: Callable[[Reply], None] = lambda _: None,
     ) -> web.StreamResponse:  # fmt: skip
-        key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
-        attempt = Attempt.of(request.path, raw, key, counted)
+        attempt = _attempt_of(request, raw)
 
         async def answered() -> Reply:
             reply = await session.answer(ask, request.headers, attempt)
@@ -367,6 +375,11 @@ class Gateway:
                 "images, or raise actors.environment.gateway.most_body_bytes"
             )
             raise RefusedError(413, "request_too_large", reason) from error
+
+
+def _attempt_of(request: web.Request, raw: bytes) -> Attempt:
+    key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
+    return Attempt.of(request.path, raw, key, counted)
 
 
 def _tls(config: GatewayConfig) -> ssl.SSLContext | None:

@@ -108,6 +108,10 @@ class Session:
         """Return what kept an answer from the agent, though its request was in order."""
         return next(iter(self._failures.values()), None)
 
+    def had(self, attempt: Attempt) -> bool:
+        """Return whether the request came before. Raises `RefusedError` for another request's key."""
+        return self._exchanges.earlier(attempt) is not None
+
     async def answer(self, ask: Ask, headers: Mapping[str, str], attempt: Attempt) -> Reply:
         """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
         kind = kind_of(headers, ask, self._config.rules, self._sub_agents)

@@ -1,8 +1,10 @@
 """OpenAI's responses. A request brings the whole conversation, or goes on from one that was answered."""
 
 import json
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Literal
 
@@ -138,7 +140,6 @@ class _Request(Body):
     model: str = ""
     input: str | Annotated[list[_Item], Field(min_length=1)]
     instructions: str | None = None
-    conversation: JsonValue = None
     tools: list[DeclaredTool] | None = None
     tool_choice: JsonValue = None
     stream: bool | None = None
@@ -149,18 +150,42 @@ class _Request(Body):
     top_logprobs: int | None = None
 
 
+class _Named(Body):
+    id: str
+
+
 class _Continued(Body):
     """What tells whether a request goes on from another, and whether others may go on from it."""
 
     input: str | list[JsonValue]
     previous_response_id: str | None = None
+    conversation: str | _Named | None = None
     store: bool | None = True
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Return the conversation that it is a part of."""
+        return self.conversation.id if isinstance(self.conversation, _Named) else self.conversation
+
+
+class _Begun(Body):
+    items: list[JsonValue] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A request with all that it goes on from, and what is to be kept of it."""
+
+    whole: bytes
+    """The request, with what it goes on from in its input."""
+    items: list[JsonValue]
+    """Items to keep with the answer; there are none where nothing is to be kept."""
+    conversation: str | None
+    """Id under which they are kept, besides the answer's own."""
 
 
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
-    if request.conversation is not None:
-        raise invalid("conversation: none is kept here, send previous_response_id or the whole input")
     items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
     system: list[ChatMessage] = []
     if request.instructions:
@@ -197,19 +222,32 @@ class KeptResponses:
         self._most_bytes = most_bytes
         self._items: OrderedDict[str, bytes] = OrderedDict()
 
-    def whole(self, raw: bytes) -> tuple[bytes, list[JsonValue]]:
-        """Return a request with all that it goes on from in its input, and what `keep` takes of it.
+    def begin(self, raw: bytes) -> str:
+        """Begin a conversation with the items of a body, and return its id."""
+        name = f"conv_{secrets.token_hex(12)}"
+        self._put(name, parsed(_Begun, raw or b"{}").items or [])
+        return name
 
-        Raises `RefusedError` for a response that is not kept, and for a whole that is larger than a body may
-        be."""
+    def whole(self, raw: bytes, *, again: bool = False) -> Continued:
+        """Return a request with all that it goes on from in its input. One that comes `again` may do without,
+        since it gets the answer of the first time.
+
+        Raises `RefusedError` for a response or conversation that is not kept, and for a whole that is larger
+        than a body may be."""
         asked = parsed(_Continued, raw)
         message: JsonValue = {"role": "user", "content": str(asked.input)}
         items = [message] if isinstance(asked.input, str) else asked.input
-        earlier = asked.previous_response_id
+        conversation = asked.conversation_id
+        if conversation is not None and asked.previous_response_id is not None:
+            raise invalid("conversation and previous_response_id: a request goes on from one of them")
+        earlier = conversation or asked.previous_response_id
         if earlier is not None:
+            if earlier not in self._items and again:
+                return Continued(raw, [], None)
             if earlier not in self._items:
+                kind = "previous_response" if conversation is None else "conversation"
                 reason = f"{earlier!r} is none of this session's latest: send the whole input"
-                raise RefusedError(404, "previous_response_not_found", f"previous_response_id: {reason}")
+                raise RefusedError(404, f"{kind}_not_found", f"{earlier}: {reason}")
             items = [*json.loads(self._items[earlier]), *items]
             raw = json.dumps({**json.loads(raw), "input": items}).encode()
             if len(raw) > self._most_bytes:
@@ -218,15 +256,21 @@ class KeptResponses:
                     f"what it goes on from and the request have {len(raw)} bytes together, more than "
                     f"{self._most_bytes}: send less, or raise actors.environment.gateway.most_body_bytes",
                 )  # fmt: skip
-        return raw, [] if asked.store is False else items
+        stored = asked.store is not False or conversation is not None
+        return Continued(raw, items if stored else [], conversation)
 
-    def keep(self, items: list[JsonValue], body: Shown) -> None:
-        """Keep an answer behind the items that it answers; there are none where nothing is to be kept."""
-        if items:
+    def keep(self, asked: Continued, body: Shown) -> None:
+        """Keep an answer behind the items that it answers, unless that was done for an earlier attempt."""
+        if asked.items and str(body["id"]) not in self._items:
             assert isinstance(body["output"], list)
-            self._items[str(body["id"])] = json.dumps([*items, *body["output"]]).encode()
-            while len(self._items) > MOST_KEPT or sum(map(len, self._items.values())) > self._most_bytes:
-                self._items.popitem(last=False)
+            for name in filter(None, (str(body["id"]), asked.conversation)):
+                self._put(name, [*asked.items, *body["output"]])
+
+    def _put(self, name: str, items: list[JsonValue]) -> None:
+        self._items[name] = json.dumps(items).encode()
+        self._items.move_to_end(name)
+        while len(self._items) > MOST_KEPT or sum(map(len, self._items.values())) > self._most_bytes:
+            self._items.popitem(last=False)
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:

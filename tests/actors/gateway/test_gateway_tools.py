@@ -103,6 +103,38 @@ async def test_a_response_is_gone_on_from_by_its_id_on_one_strand(stream):
             assert (status, refusal["error"]["code"]) == (404, "previous_response_not_found")
 
 
+async def test_responses_are_added_to_a_conversation_once():
+    async with served(lambda _: "yes") as s:
+        path, first = "/v1/responses", [{"role": "developer", "content": "be brief"}]
+        _, begun = await s.post("/v1/conversations", {"items": first})
+        for text, named in (("one?", begun["id"]), ("two?", {"id": begun["id"]})):
+            for _ in range(2):  # the second is a retry
+                body = json.dumps({"input": text, "conversation": named})
+                async with s.http.post(s.url + path, data=body, headers={"Idempotency-Key": text}) as answer:
+                    assert answer.status == 200, await answer.text()
+        assert len(s.engine.requests) == 2
+        asked = TOKENIZER.decode(list(s.engine.requests[-1].token_ids))
+        assert [asked.count(part) for part in ("be brief", "one?", "yes", "two?")] == [1, 1, 1, 1]
+        status, refusal = await s.post(path, {"input": "x", "conversation": "conv_1"})
+        assert (status, refusal["error"]["code"]) == (404, "conversation_not_found")
+        both = {"input": "x", "conversation": begun["id"], "previous_response_id": "resp_1"}
+        assert (await s.post(path, both))[0] == 400
+
+
+async def test_a_retry_is_answered_although_what_it_goes_on_from_is_no_longer_kept(monkeypatch):
+    monkeypatch.setattr(openai_responses, "MOST_KEPT", 2)
+    async with served(lambda _: "yes") as s:
+        _, first = await s.post("/v1/responses", {"input": "1?"})
+        body, key = json.dumps({"input": "2?", "previous_response_id": first["id"]}), {"Idempotency-Key": "k"}
+        answers = []
+        for _ in range(2):
+            async with s.http.post(s.url + "/v1/responses", data=body, headers=key) as answer:
+                answers.append((answer.status, (await answer.json())["id"]))
+            for n in range(2):
+                await s.post("/v1/responses", {"input": f"other {n}?"})
+        assert answers[0] == answers[1] == (200, answers[0][1])
+
+
 async def test_the_latest_answers_alone_are_kept(monkeypatch):
     monkeypatch.setattr(openai_responses, "MOST_KEPT", 2)
     async with served(lambda _: "yes") as s:
