@@ -36,6 +36,8 @@ END_EXEC = 'kill -9 "-$(cat "$0")"'  # Debian's shell knows no "--" here
 RELAY = Path(relay.__file__).read_text()
 SHARED = "/run/sluice"
 """Where a container finds the socket to which the relay in it connects, in a directory that it only reads."""
+PREFIX = "sluice-sandbox-"
+"""Beginning of the names of these directories, which the owner of one follows."""
 REQUEST_TIMEOUT_S = 120.0
 LAST_OUTPUT_S = 0.2
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5
@@ -76,7 +78,7 @@ class ContainerBackend:
                 connector = aiohttp.UnixConnector(str(self._config.socket), limit=0)
                 self._session = aiohttp.ClientSession("http://daemon", connector=connector)
                 await self._remove_orphans()
-        shared = Path(tempfile.mkdtemp(prefix="sluice-sandbox-")) if gateway else None
+        shared = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{this_process()}-")) if gateway else None
         container = Container(self, f"sluice-{secrets.token_hex(16)}", shared)
         try:
             await self._begin(container, name, limits)
@@ -170,7 +172,8 @@ class ContainerBackend:
         }
 
     async def _remove_orphans(self) -> None:
-        """Remove containers whose actor on this host has ended without closing them."""
+        """Remove containers and directories whose actor on this host has ended without closing them."""
+        await asyncio.to_thread(_remove_directories)
         filters = json.dumps({"label": [OWNER]})
         assert self._session is not None
         try:
@@ -363,6 +366,12 @@ async def _stream(socket: Path, path: str, command: Command) -> AsyncIterator[_S
     finally:
         await stream.close()
         writer.close()
+
+
+def _remove_directories() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*-*"):
+        if is_orphan(path.name.removeprefix(PREFIX).rpartition("-")[0]):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _object(text: str) -> Mapping[str, JSON]:

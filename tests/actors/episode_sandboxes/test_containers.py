@@ -119,11 +119,13 @@ async def test_a_container_that_has_ended_or_was_left_is_told_and_removed(daemon
         with pytest.raises(ToolError, match="no image 'localhost:1/none:1'"):
             await backend.start("localhost:1/none:1", SandboxLimits())
         ours = EpisodeSandbox(await backend.start(None, SandboxLimits()))
-        left = await asyncio.to_thread(leave_a_container, daemon)
+        left, directory = await asyncio.to_thread(leave_a_container, daemon)
+        assert is_there(directory)
         async with backend_of(daemon) as other:
             await (await other.start(None, SandboxLimits())).close()
             status, _ = await other.ask("GET", f"/containers/{left}/json")
             assert (bool(left), status) == (True, 404)  # its actor has ended without closing it
+            assert not is_there(directory)
         assert await said(ours, "echo 1") == "1\n"  # and that of a living one stays
         await ours.close()
 
@@ -138,16 +140,21 @@ async def main():
     ask_for_few_processes(setattr)
     config = ContainerSandboxes(image=sys.argv[2], socket=Path(sys.argv[1]))
     backend = ContainerBackend(config)
-    print((await backend.start(None, SandboxLimits())).container_id, flush=True)
+    container = await backend.start(None, SandboxLimits(), "http://192.0.2.1")
+    print(container.container_id, container.shared, flush=True)
     os._exit(9)
 asyncio.run(main())
 """
 
 
+def is_there(path):
+    return Path(path).exists()
+
+
 def leave_a_container(daemon):
-    """The id of a container that a process has left behind."""
+    """The id and the directory of a container that a process has left behind."""
     command = [sys.executable, "-c", LEAVE, str(daemon), IMAGE]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
 
 
 async def test_the_tools_work_in_a_container(daemon):
