@@ -19,6 +19,9 @@ AT_ONCE = 4
 """Parts that a host fetches at a time."""
 MOST_READERS = 8
 """Parts that are fetched from a host at a time; who wants more waits until others have them too."""
+BUSY_S = 1.0
+"""Seconds for which a part that the learner sends counts as one of so many: few are soon with hosts that pass
+them on, and slow readers hold up nobody."""
 SILENT_S = 5.0
 """Seconds after which what a host was told to fetch is told to another, unless it is heard."""
 SLOW_S = 15.0
@@ -81,6 +84,7 @@ class PartTracker:
         load = Counter(url for one in active for url, _ in one.fetches.values())
         places = {one.url: one.place for one in others}
         taken = _taken(host, active, places, now - SLOW_S - part_bytes / SLOWEST_BYTES_PER_S)
+        from_learner = _from_learner(active, now - BUSY_S)
         serving = [one for one in others if one.url and self._may_ask(host, one.url, now)]
         lacking = [part for part, state in enumerate(asked.have) if state == LACKED]
         random.shuffle(lacking)  # so that hosts that begin together have different parts for each other
@@ -92,7 +96,8 @@ class PartTracker:
             near = [one for one in having if one.place == host.place]
             best = min(near or having, key=lambda one: load[one.url], default=None)
             if best is None:
-                waits = part in taken or now < host.avoids.get(ORIGIN, now)
+                is_busy = from_learner >= MOST_READERS or now < host.avoids.get(ORIGIN, now)
+                waits = part in taken or is_busy
             else:
                 waits = load[best.url] >= MOST_READERS or (not near and part in taken)
             if waits:
@@ -100,6 +105,7 @@ class PartTracker:
             url, access = (best.url, best.access) if best is not None else (ORIGIN, None)
             source = PartSource(part=part, url=url, access=access)
             load[url] += 1
+            from_learner += url == ORIGIN
             host.fetches[part] = url, now
             found.append(source)
         return tuple(found)
@@ -153,6 +159,13 @@ def _taken(host: _Host, active: list[_Host], places: Mapping[str, str], slow_s: 
         if one.url and since_s > slow_s
         and (url == ORIGIN or (one.place == host.place and places.get(url) != host.place))
     }  # fmt: skip
+
+
+def _from_learner(active: list[_Host], lately_s: float) -> int:
+    """Return how many parts hosts were told to get from the learner since `lately_s`, and have not yet."""
+    return sum(
+        url == ORIGIN and since_s > lately_s for one in active for url, since_s in one.fetches.values()
+    )
 
 
 def _place(url: str) -> str:

@@ -102,6 +102,14 @@ def test_a_host_that_many_read_from_is_given_to_no_more_until_others_have_the_pa
     assert run.ask(HERE + "99", [0, 1, 1]) == {0: readers[0]}
 
 
+def test_the_learner_sends_few_parts_at_a_time_so_that_hosts_soon_have_some_for_each_other(run, monkeypatch):
+    monkeypatch.setattr(part_tracker, "MOST_READERS", 2)
+    assert len(run.ask(HERE + "1", [0, 0, 0])) == 2
+    assert run.ask(HERE + "2", [0, 0, 0]) == {}
+    run.now_s = part_tracker.BUSY_S
+    assert set(run.ask(HERE + "2", [0, 0, 0]).values()) == {ORIGIN}, "who is slow holds up nobody"
+
+
 def test_a_host_that_was_not_heard_for_long_is_nobodys_source(run):
     run.ask(HERE + "1", [1, 1, 1])
     run.now_s = part_tracker.SERVED_S + 1
