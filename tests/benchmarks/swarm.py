@@ -136,14 +136,15 @@ async def kill_at_random(
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Bus, HttpBlobs]]:
+async def serving(bytes_per_s: int | None = None) -> AsyncIterator[tuple[Bus, HttpBlobs]]:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as made:
         async with (
             NatsServer(Path(made) / "nats") as server,
             Bus.connect(BusConfig(url=server.url), RUN, name="learner") as bus,
         ):
+            await bus.create_keys()
             await ensure(bus.js, bus.topology, shards=1)
-            store = HttpBlobs(bus, Path(made) / "weights", HttpTransport())
+            store = HttpBlobs(bus, Path(made) / "weights", HttpTransport(bytes_per_s=bytes_per_s))
             await store.start()
             yield bus, store
             await store.close()

@@ -224,10 +224,46 @@ def bench_swarm(
 
     configure_logging("warning")
     values = {"receivers": receivers, "size_mb": size_mb, "rounds": rounds}
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 at least")
+    _refuse_none(**values)
     measure(lambda: asyncio.run(measured(**values, kills=kills)), as_json=as_json)
+
+
+@bench.command(name="scale", usage="Usage: launch bench scale [OPTIONS]")
+def bench_scale(
+    *, hosts: int = 64, size_mb: int = 2, part_kb: int = 64, link_kb_s: int = 250, versions: int = 2,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Measure a publication to many hosts with paced links on this one, beside what a cost model says of it
+    and of real sizes.
+
+    Parameters
+    ----------
+    hosts
+        Number of processes that receive, each with a link of its own.
+    size_mb
+        Size of the weights.
+    part_kb
+        Size of a part.
+    link_kb_s
+        Bandwidth of each link in each direction.
+    versions
+        Versions behind the first one, whose deltas are a fifth of the size or less.
+    as_json
+        Print one JSON object on one line.
+    """
+    from benchmarks.scale import Scale, predictions
+    from benchmarks.scale import bench_scale as measured
+
+    configure_logging("warning")
+    _refuse_none(hosts=hosts, size_mb=size_mb, part_kb=part_kb, link_kb_s=link_kb_s)
+    scale = Scale(hosts, size_mb << 20, part_kb << 10, link_kb_s * 1000)
+    measure(
+        lambda: {
+            "versions": asyncio.run(measured(scale, versions=versions)),
+            "predicted": predictions(hosts),
+        },
+        as_json=as_json,
+    )
 
 
 @bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
@@ -436,6 +472,12 @@ def age_of_process(created_s: float, now_s: float) -> float:
     In a container /proc may tell another machine's time.
     """
     return min(max(now_s - created_s, 0.0), OLDEST_S)
+
+
+def _refuse_none(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 at least")
 
 
 def measure(measured: Callable[[], object], *, as_json: bool) -> None:
