@@ -131,7 +131,12 @@ class Broadcaster:
                 if self._newest and self._newest.policy_version == weights.policy_version:
                     return self._newest
                 self._newest = None  # before there are two more
-                copy = await asyncio.to_thread(self._copied, weights)
+                try:
+                    copy = await asyncio.to_thread(self._copied, weights)
+                except BusError:  # another rank has later ones already
+                    if self._announced() is weights:
+                        raise
+                    continue
                 if self._announced() is weights:  # else they may have been written into
                     self._newest = copy
                     return copy

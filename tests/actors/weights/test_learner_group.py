@@ -471,11 +471,14 @@ async def test_the_sender_ends_with_its_learner(learner):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch):
+@pytest.mark.parametrize("are_gone", [False, True])
+async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch, are_gone):
     published, later = learner.announce(0), Weights.of(1, host_tensors(state(1)))
 
     def replacing(weights, *how):
         learner.weights = later  # and from now on the tensors of `weights` may be written into
+        if are_gone and weights is not later:
+            raise BusError("version 0 is not on rank 1 any more")
         return copy(weights, *how)
 
     copy = Broadcaster._newest_copy.__globals__["SharedCopy"]
