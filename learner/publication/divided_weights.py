@@ -92,7 +92,9 @@ class _OfDtype:
         for name, holder in reversed(self.holders.items()):
             bounds[1 : holder + 1] = [min(bound, firsts[name]) for bound in bounds[1 : holder + 1]]
         self._bounds = bounds
-        self._chunks = [_Chunk(dtype, some, pieces, firsts, self.holders) for some in _cut(pieces, numbers)]
+        chunks = [_Chunk(dtype, some, pieces, firsts, self.holders) for some in _cut(pieces, numbers)]
+        begin = len(chunks) * dist.get_rank() // ranks  # else all ranks would send to one at a time
+        self._chunks = chunks[begin:] + chunks[:begin]
         self._a_round = ROUND_ELEMENTS // CHUNK_ELEMENTS[device().type]
         self._rounds = most_over_ranks(-(-len(self._chunks) // self._a_round))
         first, end = bounds[dist.get_rank()], bounds[dist.get_rank() + 1]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.errors import StorageError
 from bus.server.nats_server import NatsServer
 from learner.backends.factory import build_backend
 from learner.config.learner import LearnerConfig
@@ -67,6 +68,13 @@ class TrainingRank(Rank):
             )
 
         return await self.in_thread(work)
+
+    async def spoil(self) -> None:
+        """Make a weight infinite that the last rank trains and has."""
+        if dist.get_rank() == dist.get_world_size() - 1:
+            named = [each for chunk in self._backend.chunks for each in chunk.named_parameters()]
+            [*_, weight] = (each for name, each in named if name.endswith("linear_fc2.weight"))
+            weight.data[0, 0] = torch.inf
 
     async def changes(self) -> int:
         """Return how many changes the ranks exchanged for the newest version."""
@@ -151,6 +159,13 @@ async def publish_and_compare(
     assert found == b"".join(snapshot_content(expected_of[latest.snapshot_at]))
     sent, alone = [await asyncio.to_thread(SharedCopy, each) for each in (announced, expected)]
     assert bytes(sent.memory.bytes) == bytes(alone.memory.bytes), "a broadcast would have other weights"
+    if config.quantisation == "fp8_block":
+        await world.call(TrainingRank.spoil)
+        copied = await world.call(Rank.copy_weights)
+        with pytest.raises(
+            StorageError, match=r"layers\.1\.mlp\.down_proj\.weight has values that are not finite"
+        ):
+            await publisher.publish(await copied.arrived(), policy_version=9, stage="rl", trains_from=0)
     await publisher.close()
 
 
