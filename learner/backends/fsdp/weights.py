@@ -131,7 +131,7 @@ def exported_pieces(
             continue
         width, numbers, starts = _places(name, tuple(tensor.shape), names)
         first = first_row(tensor) * (len(starts) // tensor.shape[0] if tensor.dim() else 1)
-        rows = mine.reshape(-1, width)
+        rows = mine.view(-1, width)
         place = slice(first, first + len(rows))
         computed = dtype if isinstance(tensor, DTensor) else tensor.dtype
         yield ExportedPiece(rows, computed, tuple(files), numbers[place], starts[place])

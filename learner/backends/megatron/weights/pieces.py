@@ -34,7 +34,7 @@ def exported_pieces(
         known = int((numbers >= 0).sum())  # behind them there is what makes slices equally large
         place = _of_replica(known, expert)
         if place.start < place.stop:
-            rows, dtype = mine.parameter.reshape(len(mine.parameter), -1), mine.parameter.dtype
+            rows, dtype = mine.parameter.view(len(mine.parameter), -1), mine.parameter.dtype
             names = tuple(file_name(name, places) for name in rule.parts)
             yield ExportedPiece(rows[place], dtype, names, numbers[place], starts[place], step)
 
