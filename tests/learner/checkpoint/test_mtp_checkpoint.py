@@ -18,6 +18,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
+from learner.distributed.process_group import gathered
 from learner.publication.host_copy import HostCopy
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.mtp_reference import BEHIND_FAMILIES, FAMILIES, LAYER, ReferenceHead, by_day
@@ -195,7 +196,8 @@ def published_by(layout, family="deepseek_v3"):
     for number in range(3):
         exported = trainer.exported()
         taken = asyncio.run(host.take(exported).arrived())
-        versions.append({name: (each.dtype, each.words.tobytes()) for name, each in taken.items()})
+        mine = {name: (each.dtype, each.words.tobytes()) for name, each in taken.items()}
+        versions.append({name: each for of_rank in gathered(mine) for name, each in of_rank.items()})
         step(trainer, number)
     return versions, len(trainer.export())
 
@@ -229,7 +231,7 @@ def test_each_version_has_the_head_as_it_is_then(family):
         ({"pipeline": 2}, "qwen3_5_text"),
     ],
 )
-def test_the_first_of_several_ranks_publishes_it(worlds, layout, family):
+def test_several_ranks_publish_it(worlds, layout, family):
     found, _ = worlds.run(2, published_by, layout, family)
     assert_published(*found, family)
 
