@@ -12,7 +12,7 @@ from actors.rewards.code.reward import program_in
 from actors.rewards.instructions.reward import CHECKS, instructions
 from tests.actors.rewards.answers import answer
 from tests.actors.rewards.test_ifbench import CASES as IFBENCH
-from tests.actors.rewards.test_ifbench import SYLLABLES
+from tests.actors.rewards.test_ifbench import SYLLABLES, VERBS, nltk_data, write_tagger  # noqa: F401 - a fixture
 from tests.actors.rewards.test_instructions import CASES
 
 LENGTH = 20_000
@@ -24,7 +24,7 @@ PARTS = [
 ]  # fmt: skip
 TEXTS = [f"{head}{part * (LENGTH // len(part))}{tail}" for part in PARTS
          for head, tail in [("The answer", "y"), ("```", "y"), ("x\n*", "")]]  # fmt: skip
-ARGUMENTS = {name: arguments for name, arguments, *_ in [*CASES, *IFBENCH, SYLLABLES]}
+ARGUMENTS = {name: arguments for name, arguments, *_ in [*CASES, *IFBENCH, SYLLABLES, VERBS]}
 
 
 def took_s(call, *arguments) -> float:
@@ -40,7 +40,9 @@ def test_a_reward_is_linear_in_the_text(reward):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_an_instruction_is_linear_in_the_text(name):
+def test_an_instruction_is_linear_in_the_text(name, request: pytest.FixtureRequest):
+    if name == VERBS[0]:
+        write_tagger(request.getfixturevalue("nltk_data"), {}, {}, ["DT", "VB"])
     metadata = {"instruction_id_list": [name], "kwargs": [ARGUMENTS[name]]}
     times = {text[:20]: took_s(instructions, answer(text, None, metadata=metadata)) for text in TEXTS}
     assert max(times.values()) < BOUND_S, times
