@@ -10,7 +10,8 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import ip_network
 
@@ -70,15 +71,14 @@ class KubernetesBackend:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
         self._opening = asyncio.Lock()
-        self._gateways: dict[str, dict[str, str]] = {}
-        """Name of the host of each gateway that pods may reach, by its addresses."""
+        self._gateways: dict[str, _WayOut] = {}
 
     async def start(self, image: str | None, limits: SandboxLimits, gateway: str | None = None) -> "Pod":
         """Start a pod, and wait until it runs. Raises ToolError."""
         async with self._opening:
             if self._session is None:
                 await self._open()
-            way_out = await self._way_out(gateway) if gateway else {}
+            way_out = await self._way_out(gateway) if gateway else None
         pod, within_s = Pod(self, f"{APP}-{secrets.token_hex(8)}"), self._config.start_timeout_s
         try:
             async with asyncio.timeout(within_s):
@@ -142,17 +142,17 @@ class KubernetesBackend:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ToolError(f"{self._config.api} does not answer: {error!r}") from error
 
-    async def _way_out(self, gateway: str) -> dict[str, str]:
-        """Let pods out to a gateway, and return the name of its host by its addresses. Raises ToolError."""
+    async def _way_out(self, gateway: str) -> "_WayOut":
+        """Let pods out to a gateway, and return the way. Raises ToolError."""
         if gateway not in self._gateways:
             try:
                 host, port = host_and_port(gateway)
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except (OSError, ValueError) as error:
                 raise ToolError(f"the gateway {gateway!r} has no address: {error}") from error
-            addresses = {str(one[4][0]): host for one in found}
-            await self._add_policy(_policy_to(addresses, port))
-            self._gateways[gateway] = addresses
+            way_out = _WayOut(host, port, tuple(sorted({str(one[4][0]) for one in found})))
+            await self._add_policy(way_out.policy())
+            self._gateways[gateway] = way_out
         return self._gateways[gateway]
 
     async def _add_policy(self, policy: JSON) -> None:
@@ -176,7 +176,7 @@ class KubernetesBackend:
         return {"Authorization": f"Bearer {self._config.token_file.read_text().strip()}"}
 
     def _described(
-        self, name: str, image: str | None, limits: SandboxLimits, way_out: Mapping[str, str]
+        self, name: str, image: str | None, limits: SandboxLimits, way_out: "_WayOut | None"
     ) -> JSON:
         most = {"memory": f"{limits.memory_mb}Mi", "ephemeral-storage": f"{limits.disk_mb}Mi", "cpu": "1"}
         life_s = f"{self._config.life_s:.0f}"
@@ -190,9 +190,9 @@ class KubernetesBackend:
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         return {
-            "metadata": {"name": name, "labels": {"app": APP, "gateway": _policy_name(way_out)}},
+            "metadata": {"name": name, "labels": {"app": APP, "gateway": way_out.name if way_out else ""}},
             "spec": {
-                "hostAliases": [{"ip": ip, "hostnames": [name]} for ip, name in way_out.items()],
+                "hostAliases": way_out.aliases() if way_out else [],
                 "containers": [container],
                 "restartPolicy": "Never",
                 "automountServiceAccountToken": False,
@@ -203,25 +203,36 @@ class KubernetesBackend:
         }
 
 
-def _policy_name(addresses: Iterable[str]) -> str:
-    """Return the name of a policy, which pods have as a label, and which is empty without a gateway."""
-    told = " ".join(sorted(addresses))
-    return told and f"{APP}-{blake2b(told.encode(), digest_size=8).hexdigest()}"
+@dataclass(frozen=True, slots=True)
+class _WayOut:
+    """Where pods may go."""
 
+    host: str
+    port: int
+    addresses: tuple[str, ...]
 
-def _policy_to(addresses: Iterable[str], port: int) -> JSON:
-    """Return the policy that lets pods out to these addresses."""
-    name = _policy_name(addresses)
-    blocks = [{"ipBlock": {"cidr": str(ip_network(address))}} for address in addresses]
-    return {
-        **POLICY,
-        "metadata": {"name": name},
-        "spec": {
-            "podSelector": {"matchLabels": {"gateway": name}},
-            "policyTypes": ["Egress"],
-            "egress": [{"to": blocks, "ports": [{"protocol": "TCP", "port": port}]}],
-        },
-    }
+    @property
+    def name(self) -> str:
+        """Return the name of the policy, which pods have as a label; other ways have other names."""
+        told = " ".join((*self.addresses, str(self.port)))
+        return f"{APP}-{blake2b(told.encode(), digest_size=8).hexdigest()}"
+
+    def aliases(self) -> list[JSON]:
+        """Return how pods find the host without name servers; what is an address itself needs none."""
+        return [{"ip": one, "hostnames": [self.host]} for one in self.addresses if one != self.host]
+
+    def policy(self) -> JSON:
+        """Return the policy that lets pods out to these addresses."""
+        blocks = [{"ipBlock": {"cidr": str(ip_network(address))}} for address in self.addresses]
+        return {
+            **POLICY,
+            "metadata": {"name": self.name},
+            "spec": {
+                "podSelector": {"matchLabels": {"gateway": self.name}},
+                "policyTypes": ["Egress"],
+                "egress": [{"to": blocks, "ports": [{"protocol": "TCP", "port": self.port}]}],
+            },
+        }
 
 
 class Pod:

@@ -19,9 +19,10 @@ def this_process() -> str:
 
 def is_orphan(owner: str) -> bool:
     """Return whether the process of this host that started a sandbox is gone; others are not known here."""
-    host, pid, began = owner.split("-")
+    host, _, process = owner.partition("-")
     if host != _host():
         return False
+    pid, began = process.split("-")
     try:
         return bool(abs(psutil.Process(int(pid)).create_time() - int(began)) > 1)
     except psutil.NoSuchProcess:

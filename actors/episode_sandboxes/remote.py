@@ -43,13 +43,15 @@ class RemoteBackend:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 while True:
-                    status, said = await self.ask("POST", "/sandboxes", wish)
+                    status, said = await self.ask(
+                        "POST", "/sandboxes", wish, timeout_s=self._config.start_timeout_s
+                    )
                     if status != FULL:
                         break
                     await asyncio.sleep(ASK_AGAIN_S)
         except TimeoutError as error:
             limit = self._config.start_timeout_s
-            raise ToolError(f"{self._config.url} had no room for a sandbox for {limit:g} s") from error
+            raise ToolError(f"{self._config.url} has lent no sandbox after {limit:g} s") from error
         if status != 201:
             raise ToolError(f"{self._config.url} starts no sandbox: {_error(said) or status}")
         started = json.loads(said)

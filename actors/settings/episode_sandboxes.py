@@ -120,7 +120,7 @@ class RemoteSandboxes(Config):
     """Environment variable of the actor that holds the server's token."""
 
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest time for which a server without room is asked again."""
+    """Longest time until the server has room and has started a sandbox."""
 
 
 class KubernetesSandboxes(Config):

@@ -10,13 +10,16 @@ from typing import Protocol
 import structlog
 
 from actors.episode_sandboxes.base import host_and_port
-from actors.episode_sandboxes.hosted.commands import HostedSandbox, ScriptedSandbox
+from actors.episode_sandboxes.hosted.commands import HostedSandbox, ScriptedSandbox, end_sandbox
 from actors.episode_sandboxes.owner import is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
+from bus.waiting import cancelled, retrieve_exception
 
 log = structlog.get_logger()
 Errors = tuple[type[Exception], ...]
+END_TIMEOUT_S = 10.0
+"""Longest time for which the end of an actor waits for that of sandboxes whose start nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +57,62 @@ class HostedBackend:
         self._looking = asyncio.Lock()
         self._has_looked = False
         """Whether sandboxes that others have left were looked for."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Starts that nobody waits for any more: the service may well have made their sandboxes."""
 
     async def start(
         self, image: str | None, limits: SandboxLimits, gateway: str | None = None
     ) -> ScriptedSandbox:
         """Start a sandbox. Raises ToolError."""
-        async with self._looking:
-            if not self._has_looked:
-                await self._remove_orphans()
-                self._has_looked = True
-        within_s, way_out = self._config.start_timeout_s, _way_out(gateway)
         try:
-            async with asyncio.timeout(within_s):
-                hosted = await self._service.start(
-                    image or self._config.image, limits, this_process(), way_out
-                )
+            return await self._started(image or self._config.image, limits, _way_out(gateway))
         except TimeoutError as error:
+            within_s = self._config.start_timeout_s
             raise ToolError(f"{self._config.type} has started no sandbox after {within_s:g} s") from error
-        sandbox = ScriptedSandbox(hosted, limits)
-        try:
-            await sandbox.begin()
-        except BaseException:  # a cancelled start leaves nothing either
-            await sandbox.close()
-            raise
-        return sandbox
+        except ToolFailedError as error:  # nothing of an episode has run in it
+            raise ToolError(str(error)) from error
 
     async def close(self) -> None:
         """End the connections to the service."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_TIMEOUT_S)
+        for task in list(self._ending):
+            log.warning("sandbox_may_be_left", service=self._config.type, life_s=self._config.life_s)
+            await cancelled(task)
         await self._service.close()
+
+    async def _started(self, image: str, limits: SandboxLimits, way_out: WayOut) -> ScriptedSandbox:
+        within_s = self._config.start_timeout_s
+        async with self._looking, asyncio.timeout(within_s):
+            if not self._has_looked:
+                await self._remove_orphans()
+                self._has_looked = True
+        asking = asyncio.ensure_future(self._service.start(image, limits, this_process(), way_out))
+        try:
+            async with asyncio.timeout(within_s):
+                sandbox = ScriptedSandbox(await asyncio.shield(asking), limits)
+                await sandbox.begin()
+        except BaseException:  # a cancelled start leaves nothing either
+            ending = asyncio.create_task(_end_when_started(asking), name="end of a sandbox")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            ending.add_done_callback(retrieve_exception)
+            raise
+        return sandbox
 
     async def _remove_orphans(self) -> None:
         async for owner, hosted in self._service.owned():
             if is_orphan(owner):
                 log.info("orphaned_sandbox_removed", service=self._config.type)
-                await hosted.end()
+                await end_sandbox(hosted)
+
+
+async def _end_when_started(asking: asyncio.Future[HostedSandbox]) -> None:
+    try:
+        hosted = await asking
+    except ToolError:  # there is none
+        return
+    await end_sandbox(hosted)
 
 
 def _way_out(gateway: str | None) -> WayOut:

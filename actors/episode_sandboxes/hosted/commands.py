@@ -11,13 +11,17 @@ import socket
 import time
 from base64 import b64decode
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol, get_args
+
+import structlog
 
 from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult
 from actors.episode_sandboxes.containers import KILLED, OF_MEMORY
-from actors.episodes.errors import ToolError
+from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import SandboxLimits
 
+log = structlog.get_logger()
 WAIT_S = 20.0
 """Longest time for which one script waits for the end of a command; then another one is sent."""
 GRACE_S = 60.0
@@ -25,6 +29,10 @@ GRACE_S = 60.0
 INLINE_BYTES = 1 << 16
 """Output that travels in the answer of a script; more of it travels as a file."""
 LOOK_S = 0.05
+END_ATTEMPTS = 3
+AGAIN_S = 1.0
+"""Time after which a service is asked again to end a sandbox."""
+GONE = "sluice gone"
 ANSWER = re.compile(
     r"^sluice (?P<status>\d+) (?P<end>\w+) (?P<out>\d+) (?P<err>\d+) (?P<killed>\d+)\n"
     r"(?P<inline_out>[^\n]*)\n(?P<inline_err>[^\n]*)\n?$",
@@ -73,16 +81,20 @@ in the background. The command reads a pipe: its input may be a line that what i
 LOOK = """
 looks=0
 while [ ! -e "$0/done" ]; do
+  [ ! -s "$0/run" ] || kill -0 "$(cat "$0/run")" 2> /dev/null || [ -e "$0/done" ] || rm -rf "$0"
+  [ -e "$0" ] || echo GONE
   [ -e "$0" ] && [ "$looks" -lt "$1" ] || exit 0
   sleep LOOK_S
   looks=$((looks + 1))
 done
 cat "$0/done"
-read -r _ status end out err rest < "$0/done"
+read -r word status end out err rest < "$0/done"
+[ "$word" = sluice ] || { echo GONE; exit 0; }
 [ "$out" -gt "$2" ] || head -c "$out" "$0/out" | base64 | tr -d '\\n'; echo
 [ "$err" -gt "$2" ] || head -c "$err" "$0/err" | base64 | tr -d '\\n'; echo
 [ "$out" -gt "$2" ] || [ "$err" -gt "$2" ] || rm -rf "$0"
-""".replace("LOOK_S", str(LOOK_S))
+""".replace("LOOK_S", str(LOOK_S)).replace("GONE", GONE)
+"""Waits for a command's end. What runs in the sandbox may end the script that keeps it, or fill the disk."""
 END = """
 kill -9 "-$(cat "$0/command")" "-$(cat "$0/run")" 2> /dev/null
 rm -rf "$0"
@@ -134,7 +146,8 @@ class ScriptedSandbox:
             raise ToolError(f"the sandbox did not end a command that may take {limit_s:g} s") from error
         finally:
             if not is_done:
-                await self._hosted.shell(_script(END, place), GRACE_S)
+                with suppress(ToolError):  # why it is not done says more
+                    await self._hosted.shell(_script(END, place), GRACE_S)
         status, end, before = int(found["status"]), ENDS[found["end"]], self._killed
         self._killed = int(found["killed"])
         if end == "exited" and status == KILLED and self._killed > before:
@@ -148,11 +161,12 @@ class ScriptedSandbox:
         return gateway, None
 
     async def close(self) -> None:
-        """End the sandbox."""
-        await self._hosted.end()
+        """End the sandbox; what the service says against it is logged."""
+        await end_sandbox(self._hosted)
 
     async def _answer(self, place: str, command: Command) -> re.Match[str]:
         """Begin a command, and wait for its answer."""
+        ends_s = time.monotonic() + command.timeout_s + GRACE_S / 2
         if command.stdin:
             await self._hosted.put(f"{place}/in", command.stdin)
         variables = [f"{name}={value}" for name, value in command.variables.items()]
@@ -163,12 +177,30 @@ class ScriptedSandbox:
             said = await self._hosted.shell(script + look, WAIT_S + GRACE_S)
             if found := ANSWER.search(said.replace("\r\n", "\n")):
                 return found
+            if GONE in said or time.monotonic() > ends_s:
+                raise ToolFailedError("what ran in the sandbox has stopped the script that watches a command")
             script = ""
 
     async def _output(self, place: str, name: str, answer: re.Match[str]) -> bytes:
         if int(answer[name]) > INLINE_BYTES:
             return (await self._hosted.get(f"{place}/{name}"))[: int(answer[name])]
         return b64decode(answer[f"inline_{name}"])
+
+
+async def end_sandbox(hosted: HostedSandbox) -> None:
+    """End a sandbox, which costs money until then: a service that fails is asked again; it is logged."""
+    reason = ""
+    for _ in range(END_ATTEMPTS):
+        try:
+            async with asyncio.timeout(GRACE_S):
+                return await hosted.end()
+        except ToolFailedError:  # it has ended
+            return None
+        except (ToolError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {GRACE_S:g} s"
+        await asyncio.sleep(AGAIN_S)
+    log.warning("sandbox_is_not_ended", reason=reason)
+    return None
 
 
 def _script(script: str, *words: str) -> str:

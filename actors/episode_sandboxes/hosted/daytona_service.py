@@ -71,7 +71,8 @@ class DaytonaService:
             ttl_minutes=ceil(self._config.life_s / 60),
         )  # fmt: skip
         with failures():
-            sandbox = await self._asked().create(wish, timeout=self._config.start_timeout_s)
+            # without a limit: the package would leave what it has begun, and who waits has one
+            sandbox = await self._asked().create(wish, timeout=0)
         return DaytonaSandbox(sandbox)
 
     async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:

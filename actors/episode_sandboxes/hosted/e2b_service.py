@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 import e2b
+import httpx
 from e2b import AsyncSandbox
 
 from actors.episode_sandboxes.hosted.backend import WayOut, told
@@ -16,7 +17,7 @@ failures = partial(
     told,
     "e2b",
     ended=(e2b.SandboxNotFoundException, e2b.SandboxNotRunningException),
-    other=(e2b.SandboxException, e2b.AuthenticationException, e2b.ServiceBusyException),
+    other=(e2b.SandboxException, e2b.AuthenticationException, e2b.ServiceBusyException, httpx.HTTPError),
 )
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 import modal
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from modal import exception
 
 from actors.episode_sandboxes.hosted.backend import WayOut, told
@@ -17,7 +18,7 @@ failures = partial(
     told,
     "modal",
     ended=(exception.SandboxTerminatedError, exception.SandboxTimeoutError, exception.NotFoundError),
-    other=(exception.Error,),
+    other=(exception.Error, GRPCError, ProtocolError, StreamTerminatedError),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from actors.episode_sandboxes import owner
 from actors.episode_sandboxes.base import Command, EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
+from actors.episode_sandboxes.hosted import backend as hosted_backend
 from actors.episode_sandboxes.hosted import commands
 from actors.episode_sandboxes.hosted.backend import HostedBackend, WayOut
 from actors.episode_sandboxes.namespaces import NamespaceBackend
@@ -43,6 +44,8 @@ class Sandbox:
         return (await self.running.run(Command(words=words, directory="/", **settings))).stdout
 
     async def end(self):
+        if self.service.fails:
+            raise self.service.fails.pop()
         self.service.sandboxes.pop(self, None)
         await self.running.close()
 
@@ -52,14 +55,18 @@ class Service:
 
     def __init__(self):
         self.namespaces = NamespaceBackend.from_config(NamespaceSandboxes())
-        self.sandboxes, self.asked, self.hangs = {}, 0, False
+        self.sandboxes, self.asked, self.answers = {}, 0, asyncio.Event()
+        self.answers.set()
+        self.fails = []
+        """Errors of the next requests to end a sandbox."""
 
     async def start(self, image, limits, owner, way_out):
         self.way_out = way_out
-        if self.hangs:
-            await asyncio.Event().wait()
+        if image == "nosuchimage":
+            raise ToolFailedError("the image was not found")
         sandbox = Sandbox(self, await self.namespaces.start(None, limits))
         self.sandboxes[sandbox] = owner
+        await self.answers.wait()
         return sandbox
 
     async def owned(self):
@@ -100,24 +107,74 @@ async def test_what_an_actor_left_is_ended_by_the_next_one_of_its_host():
     told = "from actors.episode_sandboxes import owner; print(owner.this_process())"
     gone = (await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", told], text=True)).strip()
     async with backend_of() as (backend, service):
-        elsewhere = "0123456789abcdef-1-1"
-        left = [await service.start("tiny:1", SandboxLimits(), one, WayOut()) for one in (gone, elsewhere)]
+        others = ("0123456789abcdef-1-1", "[1.5, 7, 2.5]")  # of another host, and of another program
+        left = [await service.start("tiny:1", SandboxLimits(), one, WayOut()) for one in (gone, *others)]
         ours = await service.start("tiny:1", SandboxLimits(), owner.this_process(), WayOut())
         await backend.start(None, SandboxLimits())
         assert left[0] not in service.sandboxes
-        assert {left[1], ours} < set(service.sandboxes)
+        assert {*left[1:], ours} < set(service.sandboxes)
 
 
-async def test_a_start_that_takes_too_long_or_has_a_poor_image_is_told_and_leaves_nothing(monkeypatch):
+async def test_what_a_service_has_started_is_ended_where_nobody_waits_for_it_any_more(monkeypatch):
+    monkeypatch.setattr(hosted_backend, "END_TIMEOUT_S", 0.1)
     async with backend_of(start_timeout_s=0.1) as (backend, service):
-        service.hangs = True
+        service.answers.clear()
         with pytest.raises(ToolError, match=r"modal has started no sandbox after 0\.1 s"):
             await backend.start(None, SandboxLimits())
+    assert len(service.sandboxes) == 1  # the service never said so
+    async with backend_of() as (backend, service):
+        service.answers.clear()
+        starting = asyncio.create_task(backend.start(None, SandboxLimits()))
+        async with asyncio.timeout(20):
+            while not service.sandboxes:  # noqa: ASYNC110 - the service has no event for it
+                await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        monkeypatch.setattr(hosted_backend, "END_TIMEOUT_S", 20)
+        service.answers.set()
+    assert service.sandboxes == {}
+
+
+async def test_a_service_that_does_not_end_a_sandbox_is_asked_again(monkeypatch):
+    monkeypatch.setattr(commands, "AGAIN_S", 0.01)
+    async with backend_of() as (backend, service):
+        sandbox = await backend.start(None, SandboxLimits())
+        service.fails = [ToolError("away")] * 2
+        await sandbox.close()
+        assert service.sandboxes == {}
+        sandbox = await backend.start(None, SandboxLimits())
+        service.fails = [ToolFailedError("it has ended")]
+        await sandbox.close()
+        assert service.fails == []
+
+
+async def test_who_ends_the_script_that_watches_its_command_has_failed_itself(monkeypatch):
+    monkeypatch.setattr(commands, "WAIT_S", 0.5)
+    async with backend_of() as (backend, service):
+        sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits()))
+        ends = (
+            "rm -r /tmp/.sluice-*; sleep 100",
+            "kill -9 $(cat /tmp/.sluice-*/run); sleep 100",
+            "for one in /tmp/.sluice-*; do mkdir $one/done.new; done",
+        )
+        for script in ends:
+            before = service.asked
+            with pytest.raises(ToolFailedError, match="has stopped the script that watches a command"):
+                await said(sandbox, script, timeout_s=300)
+            assert service.asked < before + 9
+
+
+async def test_a_start_that_fails_is_no_fault_of_an_episode_and_leaves_nothing(monkeypatch):
+    async with backend_of() as (backend, _):
+        with pytest.raises(ToolError, match="the image was not found") as told:
+            await backend.start("nosuchimage", SandboxLimits())
+        assert not isinstance(told.value, ToolFailedError)
     async with backend_of() as (backend, service):
         monkeypatch.setattr(commands, "NEEDED", ("tar", "nosuchprogram"))
         with pytest.raises(ToolError, match="the image of a sandbox lacks nosuchprogram"):
             await backend.start(None, SandboxLimits())
-        assert service.sandboxes == {}
+    assert service.sandboxes == {}
 
 
 async def test_a_sandbox_is_let_out_to_the_gateway_alone():

@@ -47,6 +47,16 @@ async def test_a_pod_does_what_a_sandbox_does(token):
             await said(sandbox, "true")
 
 
+async def test_pods_go_to_the_port_of_their_own_gateway(token):
+    async with cluster() as (found, url), backend_of(token, url) as backend:
+        for port in (8001, 8002):
+            await backend.start(None, SandboxLimits(), f"http://127.0.0.1:{port}")
+        [(one, other)] = [{each["metadata"]["labels"]["gateway"] for each in found.described.values()}]
+        ports = {each["metadata"]["name"]: each["spec"].get("egress") for each in found.policies}
+        assert {ports[name][0]["ports"][0]["port"] for name in (one, other)} == {8001, 8002}
+        assert all(each["spec"]["hostAliases"] == [] for each in found.described.values())
+
+
 async def test_what_a_cluster_refuses_is_told(token):
     async with cluster() as (found, url):
         async with backend_of(token, url) as backend:

@@ -45,7 +45,7 @@ async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
         sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         await does_what_a_sandbox_does(sandbox)
         hurried = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=0.5))
-        with pytest.raises(ToolError, match=r"no room for a sandbox for 0\.5 s"):
+        with pytest.raises(ToolError, match=r"has lent no sandbox after 0\.5 s"):
             await hurried.start(None, SandboxLimits())
         await hurried.close()
         waiting = asyncio.create_task(backend.start(None, SandboxLimits()))
@@ -54,6 +54,19 @@ async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
         assert await said(other, "ls") == ""
         with pytest.raises(ToolFailedError, match="no such sandbox any more"):
             await said(sandbox, "true")
+
+
+async def test_a_server_may_take_as_long_to_start_a_sandbox_as_the_settings_say(monkeypatch):
+    async with server_of(monkeypatch) as (server, backend, _):
+        monkeypatch.setitem(RemoteBackend.ask.__kwdefaults__, "timeout_s", 0.1)
+        started = server._pool._backend.start
+
+        async def late(*wish):
+            await asyncio.sleep(0.3)
+            return await started(*wish)
+
+        monkeypatch.setattr(server._pool._backend, "start", late)
+        assert await backend.start(None, SandboxLimits())
 
 
 async def test_a_sandbox_that_nobody_uses_is_ended_and_one_in_use_is_not(monkeypatch):

@@ -47,6 +47,10 @@ async def ask(name):
         with pytest.raises(ToolError, match="no access to the template"):
             await backend.start("forbidden", SandboxLimits())
         await backend.close()
+    other = build_backend(config)
+    with pytest.raises(ToolError, match=f"{name} "):  # nobody listens there any more
+        await other.start(None, SandboxLimits())
+    await other.close()
     sys.stdout.write(f"asked {name}\n")
 
 
