@@ -20,11 +20,14 @@ class ReadChat:
     prints: tuple[Fingerprint, ...] = ()
 
     def repeated_by(self, messages: Sequence[ChatMessage]) -> int:
-        """Return how many of the first messages are these."""
-        if tuple(messages[: len(self.given)]) == self.given:
+        """Return how many of the first messages are these, as a template writes them: 1, 1.0 and True are
+        equal, but are written in other ways."""
+        first = tuple(messages[: len(self.given)])
+        if first == self.given and repr(first) == repr(self.given):
             return len(self.given)
-        pairs = zip(self.given, messages, strict=False)
-        return next((number for number, (one, other) in enumerate(pairs) if one != other), len(messages))
+        pairs = enumerate(zip(self.given, messages, strict=False))
+        differing = (number for number, (a, b) in pairs if a != b or repr(a) != repr(b))
+        return next(differing, min(len(self.given), len(messages)))
 
     def followed_by(self, given: ChatMessage, checked: dict[str, JSON], said: Fingerprint) -> "ReadChat":
         """Return the chat with one more message."""

@@ -76,3 +76,18 @@ async def test_what_an_environment_changes_in_place_is_read_again(part):
     await policy.chat([asked, completion.message, {"role": "user", "content": "go on"}])
     _, second = policy.trajectories(1.0)
     assert "three" in QWEN.tokenizer.decode(second.token_ids)
+
+
+@pytest.mark.parametrize("other", [True, 1.0])
+async def test_an_equal_number_of_another_kind_is_read_as_it_is_written(other):
+    def called_with(number):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": number}}}
+        result = {"role": "tool", "tool_call_id": "1", "content": "two"}
+        return [{"role": "user", "content": "y"}, {"role": "assistant", "tool_calls": [call]}, result]
+
+    policy, fresh = policy_that_says("two"), policy_that_says("two")
+    await policy.chat(called_with(1), tools=TOOLS)
+    await policy.chat(called_with(other), tools=TOOLS)
+    await fresh.chat(called_with(other), tools=TOOLS)
+    [whole], [*_, found] = fresh.trajectories(1.0), policy.trajectories(1.0)
+    assert found.token_ids.tolist() == whole.token_ids.tolist()
