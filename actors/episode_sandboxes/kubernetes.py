@@ -165,7 +165,7 @@ class KubernetesBackend:
         """Open connections, and close the network of pods that are to come. Raises ToolError."""
         certificate = self._config.certificate
         try:
-            tls = ssl.create_default_context(cafile=certificate) if certificate else True
+            tls = ssl.create_default_context(cafile=certificate) if certificate != "host" else True
         except OSError as error:
             raise ToolError(f"certificate={certificate} of Kubernetes cannot be read: {error}") from error
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))

@@ -86,8 +86,8 @@ class ContainerSandboxes(Config):
     """Name of the back end."""
 
     image: str
-    """Image of containers; it has `sh`, `cat`, `tar` and `mkdir`. Metadata `sandbox_image` of a prompt names
-    another. The daemon fetches what it has not got."""
+    """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
+    service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
 
     socket: Path = Path("/var/run/docker.sock")
     """Socket of the daemon; that of Podman is /run/podman/podman.sock, or podman/podman.sock below
@@ -101,7 +101,7 @@ class ContainerSandboxes(Config):
     Without it `disk_mb` bounds each file alone."""
 
     life_s: float = Field(86400.0, gt=0)
-    """Longest life of a container, after which it ends by itself."""
+    """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
 
 class RemoteSandboxes(Config):
@@ -120,7 +120,7 @@ class RemoteSandboxes(Config):
     """Environment variable of the actor that holds the server's token."""
 
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest time until the server has room and has started a sandbox."""
+    """Longest time until a sandbox runs, its wait for room and for its image included."""
 
 
 class KubernetesSandboxes(Config):
@@ -134,8 +134,8 @@ class KubernetesSandboxes(Config):
     """Name of the back end."""
 
     image: str
-    """Image of pods; it has `sh`, `cat`, `env`, `mkfifo`, `mkdir` and `tar`. Metadata `sandbox_image` of a
-    prompt names another."""
+    """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
+    service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
 
     api: str = Field("https://kubernetes.default.svc", pattern=r"^https?://.+[^/]$")
     """Address of the cluster's API, without a slash at its end."""
@@ -147,14 +147,14 @@ class KubernetesSandboxes(Config):
     """File of the token of an account that may make, see and delete pods, make their `exec`, and make network
     policies."""
 
-    certificate: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
-    """File of the authority that vouches for the API's address; `None` is those of this host."""
+    certificate: Literal["host"] | Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
+    """File of the authority that vouches for the API's address; `host` means those of this host."""
 
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest time until a pod runs, its image fetched."""
+    """Longest time until a sandbox runs, its wait for room and for its image included."""
 
     life_s: float = Field(86400.0, gt=0)
-    """Longest life of a pod, after which it ends by itself."""
+    """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
 
 class HostedSandboxes(Config):
@@ -167,8 +167,8 @@ class HostedSandboxes(Config):
     """Name of the service, and of the package that asks it, which reads its keys from its own variables."""
 
     image: str
-    """Image of sandboxes, or of E2B the template; it has the programs of Debian. Metadata `sandbox_image` of
-    a prompt names another."""
+    """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
+    service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
 
     cpus: float = Field(1.0, gt=0)
     """Processors of a sandbox; Daytona takes whole ones, and in E2B the template has them and the memory."""
@@ -177,12 +177,13 @@ class HostedSandboxes(Config):
     """App of Modal that sandboxes belong to."""
 
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest time until a sandbox runs, its image built."""
+    """Longest time until a sandbox runs, its wait for room and for its image included."""
 
     life_s: float = Field(86400.0, gt=0)
-    """Longest life of a sandbox, after which the service ends it; some plans of E2B take 3600 at most."""
+    """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
 
+# Flags of a union want the settings of one name to have one description (cyclopts).
 SandboxBackendConfig = Annotated[
     NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes | KubernetesSandboxes | HostedSandboxes,
     Field(discriminator="type"),

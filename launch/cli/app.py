@@ -102,7 +102,7 @@ PresetName = Annotated[
         name="--preset",
         group=SHORT,
         help="Settings that come with Sluice: sort, addition, count, product, python, retool, repair, "
-        "search, mcp, guess, nim, duel, panel, agent, debate, load.",
+        "repositories, search, mcp, guess, nim, duel, panel, agent, debate, load.",
     ),
 ]
 RecipeName = Annotated[

@@ -54,7 +54,6 @@ from launch.settings.run_config import (
     merge,
 )
 from launch.settings.short_forms import short_forms
-from storage.disk.run_directory import RunDirectory
 
 
 @app.command(name="bus", usage=USAGE.format("bus"))
@@ -221,6 +220,7 @@ def _unfinished(where: RunConfig, policy: str | None, stopped_status: int) -> in
     if is_rank() or not stopped_status:
         return 0
     from launch.run_view.run_files import RunFiles
+    from storage.disk.run_directory import RunDirectory
 
     name = where.run if policy is None else policy_run(where.run, policy)
     progress = RunFiles(RunDirectory(where.directory, name).path).progress

@@ -2,18 +2,24 @@
 
 import random
 from collections.abc import Iterable
+from itertools import product
 
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
-HELD_OUT = 64
+HELD_OUT = 33
+"""Pairs of numbers that are held out, in either order: 64 prompts, since two add a number to itself."""
 PROMPT = "What is {a} + {b}? Answer with the number only."
 
 
 def prompts() -> PromptFiles:
-    """Return training prompts, and held-out ones, whose pairs are not trained on."""
-    pairs = [(a, b) for a in range(1, 20) for b in range(1, 20)]
+    """Return training prompts, and held-out ones, whose numbers are trained on in neither order."""
+    pairs = list(product(range(1, 20), range(1, 20)))
     random.Random(0).shuffle(pairs)
-    return {"prompts": _rows(pairs[HELD_OUT:]), "heldout": _rows(pairs[:HELD_OUT])}
+    held_out = set(list(dict.fromkeys(map(frozenset, pairs)))[:HELD_OUT])
+    return {
+        "prompts": _rows(pair for pair in pairs if frozenset(pair) not in held_out),
+        "heldout": _rows(pair for pair in pairs if frozenset(pair) in held_out),
+    }
 
 
 def _rows(pairs: Iterable[tuple[int, int]]) -> list[PromptRow]:

@@ -116,7 +116,7 @@ def backend(request, tmp_path_factory):
         token = tmp_path_factory.mktemp("cluster") / "token"
         token.write_text("secret")
         with served_apart(cluster) as (_, url):
-            pods = {"namespace": "train", "token_file": str(token), "certificate": None}
+            pods = {"namespace": "train", "token_file": str(token), "certificate": "host"}
             yield {"type": "kubernetes", "image": IMAGE, "api": url, **pods}, "python3"
         return
     if request.param == "namespaces":

@@ -23,7 +23,7 @@ def token(tmp_path):
 @asynccontextmanager
 async def backend_of(token, url):
     backend = KubernetesBackend(
-        KubernetesSandboxes(image="tiny:1", api=url, namespace="train", token_file=token, certificate=None)
+        KubernetesSandboxes(image="tiny:1", api=url, namespace="train", token_file=token, certificate="host")
     )
     try:
         yield backend
