@@ -233,8 +233,7 @@ def bench_scale(
     *, hosts: int = 64, size_mb: int = 2, part_kb: int = 64, link_kb_s: int = 250, versions: int = 2,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Measure a publication to many hosts with paced links on this one, beside what a cost model says of it
-    and of real sizes.
+    """Measure a publication to many hosts with paced links on this one, beside what a cost model says of it.
 
     Parameters
     ----------
