@@ -178,7 +178,6 @@ def test_agent_whose_reward_nobody_posts_is_refused_at_start_up():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="the episode does not say that rewards were refused; they are 0 all the same")
 async def test_requests_pay_nothing_on_a_host_without_namespaces_either(host: Host, monkeypatch):
     monkeypatch.setattr(ProgramRunner, "_probe", lambda _: False)
     schemer = Schemer([POST + "; ".join(OF_HTTP.values())])

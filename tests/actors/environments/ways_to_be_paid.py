@@ -10,7 +10,7 @@ with socket.create_connection(host.split(":"), 5) as gateway:
     gateway.sendall("\\r\\n".join([*asked, "", body]).encode())
     print(gateway.recv(999).decode().split("\\r\\n")[0])
 END
-B=${ANTHROPIC_BASE_URL%/s/*}; K=$OPENAI_API_KEY; P="PYTHON -S /tmp/post.py"; """
+B=${ANTHROPIC_BASE_URL%/s/*}; K=$OPENAI_API_KEY; P="PYTHON -S -P /tmp/post.py"; """
 """Begins commands that speak HTTP: the gateway is $B, the session's key $K."""
 
 OF_HTTP = {
