@@ -45,6 +45,8 @@ IGNORED = (
 
 SLOW = {"reasoning"}
 """Recipes whose prompts take seconds."""
+HELD_OUT = {"sums": 64}
+"""Fewest held-out prompts of a recipe that has less than 250."""
 
 
 @lru_cache
@@ -57,7 +59,7 @@ def files_of(name: str) -> PromptFiles:
 )
 def test_no_prompt_is_held_out_and_trained_on(name):
     files = {kind: {json.dumps(row) for row in rows} for kind, rows in files_of(name).items()}
-    assert len(files["heldout"]) >= 64
+    assert len(files["heldout"]) >= HELD_OUT.get(name, 250)
     for kind in files.keys() - {"prompts"}:
         assert not files[kind] & files["prompts"]
     config = resolve(recipe(name).settings)
