@@ -4,7 +4,7 @@ from importlib import import_module
 
 from actors.episode_sandboxes.base import SandboxBackend
 from actors.episode_sandboxes.containers import ContainerBackend
-from actors.episode_sandboxes.hosted.backend import HostedBackend, HostedService
+from actors.episode_sandboxes.hosted import HostedBackend, HostedService
 from actors.episode_sandboxes.kubernetes import KubernetesBackend
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episode_sandboxes.remote import RemoteBackend
@@ -36,7 +36,7 @@ def build_backend(config: SandboxBackendConfig) -> SandboxBackend:
 
 def _service(config: HostedSandboxes) -> HostedService:
     try:
-        module = import_module(f"actors.episode_sandboxes.hosted.{config.type}_service")
+        module = import_module(f"actors.episode_sandboxes.{config.type}_service")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("actors."):
             raise

@@ -7,12 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from actors.episode_sandboxes import owner
+from actors.episode_sandboxes import hosted, hosted_commands, owner
 from actors.episode_sandboxes.base import Command, EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
-from actors.episode_sandboxes.hosted import backend as hosted_backend
-from actors.episode_sandboxes.hosted import commands
-from actors.episode_sandboxes.hosted.backend import HostedBackend, WayOut
+from actors.episode_sandboxes.hosted import HostedBackend, WayOut
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import HostedSandboxes, NamespaceSandboxes, SandboxLimits
@@ -96,7 +94,7 @@ async def test_a_sandbox_of_a_service_does_what_a_near_one_does(monkeypatch):
         before = service.asked
         await said(sandbox, "true")
         assert service.asked == before + 1
-        monkeypatch.setattr(commands, "WAIT_S", 0.2)
+        monkeypatch.setattr(hosted_commands, "WAIT_S", 0.2)
         assert await said(sandbox, "sleep 0.7; echo late") == "late\n"
         await sandbox.close()
         with pytest.raises(ToolFailedError, match="has ended"):
@@ -116,7 +114,7 @@ async def test_what_an_actor_left_is_ended_by_the_next_one_of_its_host():
 
 
 async def test_what_a_service_has_started_is_ended_where_nobody_waits_for_it_any_more(monkeypatch):
-    monkeypatch.setattr(hosted_backend, "END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(hosted, "END_TIMEOUT_S", 0.1)
     async with backend_of(start_timeout_s=0.1) as (backend, service):
         service.answers.clear()
         with pytest.raises(ToolError, match=r"modal has started no sandbox after 0\.1 s"):
@@ -131,13 +129,13 @@ async def test_what_a_service_has_started_is_ended_where_nobody_waits_for_it_any
         starting.cancel()
         await asyncio.wait([starting])
         assert starting.cancelled()
-        monkeypatch.setattr(hosted_backend, "END_TIMEOUT_S", 20)
+        monkeypatch.setattr(hosted, "END_TIMEOUT_S", 20)
         service.answers.set()
     assert service.sandboxes == {}
 
 
 async def test_a_service_that_does_not_end_a_sandbox_is_asked_again(monkeypatch):
-    monkeypatch.setattr(commands, "AGAIN_S", 0.01)
+    monkeypatch.setattr(hosted_commands, "AGAIN_S", 0.01)
     async with backend_of() as (backend, service):
         sandbox = await backend.start(None, SandboxLimits())
         service.fails = [ToolError("away")] * 2
@@ -150,7 +148,7 @@ async def test_a_service_that_does_not_end_a_sandbox_is_asked_again(monkeypatch)
 
 
 async def test_who_ends_the_script_that_watches_its_command_has_failed_itself(monkeypatch):
-    monkeypatch.setattr(commands, "WAIT_S", 0.5)
+    monkeypatch.setattr(hosted_commands, "WAIT_S", 0.5)
     async with backend_of() as (backend, service):
         sandbox = EpisodeSandbox(await backend.start(None, SandboxLimits()))
         ends = (
@@ -171,7 +169,7 @@ async def test_a_start_that_fails_is_no_fault_of_an_episode_and_leaves_nothing(m
             await backend.start("nosuchimage", SandboxLimits())
         assert not isinstance(told.value, ToolFailedError)
     async with backend_of() as (backend, service):
-        monkeypatch.setattr(commands, "NEEDED", ("tar", "nosuchprogram"))
+        monkeypatch.setattr(hosted_commands, "NEEDED", ("tar", "nosuchprogram"))
         with pytest.raises(ToolError, match="the image of a sandbox lacks nosuchprogram"):
             await backend.start(None, SandboxLimits())
     assert service.sandboxes == {}

@@ -8,8 +8,8 @@ import modal
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from modal import exception
 
-from actors.episode_sandboxes.hosted.backend import WayOut, told
-from actors.episode_sandboxes.hosted.commands import HostedSandbox
+from actors.episode_sandboxes.hosted import WayOut, told
+from actors.episode_sandboxes.hosted_commands import HostedSandbox
 from actors.episode_sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 

@@ -9,8 +9,8 @@ from shlex import quote
 from daytona import AsyncDaytona, AsyncSandbox, CreateSandboxFromImageParams, Resources
 from daytona.common.errors import DaytonaError, DaytonaGoneError, DaytonaNotFoundError
 
-from actors.episode_sandboxes.hosted.backend import WayOut, told
-from actors.episode_sandboxes.hosted.commands import HostedSandbox
+from actors.episode_sandboxes.hosted import WayOut, told
+from actors.episode_sandboxes.hosted_commands import HostedSandbox
 from actors.episode_sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 

@@ -7,8 +7,8 @@ import e2b
 import httpx
 from e2b import AsyncSandbox
 
-from actors.episode_sandboxes.hosted.backend import WayOut, told
-from actors.episode_sandboxes.hosted.commands import HostedSandbox
+from actors.episode_sandboxes.hosted import WayOut, told
+from actors.episode_sandboxes.hosted_commands import HostedSandbox
 from actors.episode_sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 

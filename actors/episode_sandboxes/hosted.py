@@ -10,7 +10,7 @@ from typing import Protocol
 import structlog
 
 from actors.episode_sandboxes.base import host_and_port
-from actors.episode_sandboxes.hosted.commands import HostedSandbox, ScriptedSandbox, end_sandbox
+from actors.episode_sandboxes.hosted_commands import HostedSandbox, ScriptedSandbox, end_sandbox
 from actors.episode_sandboxes.owner import is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits

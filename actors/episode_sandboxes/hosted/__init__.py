@@ -1,1 +1,0 @@
-"""Sandboxes of services that others run, by their own packages."""
