@@ -219,12 +219,11 @@ def _unfinished(where: RunConfig, policy: str | None, stopped_status: int) -> in
     Of a rank it is 0, since its agent would start it again."""
     if is_rank() or not stopped_status:
         return 0
-    from launch.run_view.run_files import RunFiles
+    from launch.checks.resumption import stage_of
     from storage.disk.run_directory import RunDirectory
 
     name = where.run if policy is None else policy_run(where.run, policy)
-    progress = RunFiles(RunDirectory(where.directory, name).path).progress
-    return 0 if progress and progress.get("stage") == "done" else stopped_status
+    return 0 if stage_of(RunDirectory(where.directory, name)) == "done" else stopped_status
 
 
 def _refuse_beside_shadow(shadow: str, policy: str | None, run_name: str, *, has_world: bool) -> None:
