@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import uvloop
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.security.credentials import load_credentials
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
 from bus.weight_requests import BlobAccess, BlobAccessAsked
@@ -29,45 +27,9 @@ from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_co
 from storage.weights.blob_http import BlobServer, HttpBlobs, ask_access, download, file_in
 from storage.weights.blob_sources import Blobs
 from storage.weights.swarm import Swarm
+from tests.bus.security.secured import As
 
 pytestmark = pytest.mark.nats
-As = Callable[..., AbstractAsyncContextManager[Bus]]
-
-
-@pytest.fixture
-async def as_role(tmp_path: Path) -> AsyncIterator[As]:
-    """Connect to a secured run as one of its roles."""
-    secure = SecureDirectory(tmp_path / "keys")
-    server = NatsServer(tmp_path / "nats", secure=secure)
-    secure.make(["mine"], server.url)
-
-    def connect(role: str) -> AbstractAsyncContextManager[Bus]:
-        path = secure.path / f"mine/{role}.creds"
-        return Bus.connect(BusConfig(url=load_credentials(path).url, creds=path), "mine", name=role)
-
-    async with server:
-        yield connect
-
-
-@pytest.fixture
-async def learner(as_role: As) -> AsyncIterator[Bus]:
-    async with as_role("learner") as bus:
-        yield bus
-
-
-@pytest.fixture
-async def actor(as_role: As) -> AsyncIterator[Bus]:
-    async with as_role("actor") as bus:
-        yield bus
-
-
-@pytest.fixture
-async def origin(learner: Bus, tmp_path: Path) -> AsyncIterator[HttpBlobs]:
-    """The learner's server of weights."""
-    store = HttpBlobs(learner, tmp_path / "origin", HttpTransport())
-    await store.start()
-    yield store
-    await store.close()
 
 
 async def test_actor_reads_weights_from_the_learner_and_from_another_actor(

@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -13,12 +11,12 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import PolicyManifest
 from bus.weight_requests import PartsAsked, PartSource
-from storage.settings.weights_transport import HttpTransport, PeerConfig
+from storage.settings.weights_transport import PeerConfig
 from storage.weights import blob_parts, blob_sources
 from storage.weights.blob_http import BlobServer, HttpBlobs, Served
 from storage.weights.part_tracker import HAD
 from storage.weights.swarm import HeldBlob, Swarm
-from tests.bus.security.secured import As, by_role, make_streams, secured_bus
+from tests.bus.security.secured import As
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 30
@@ -30,33 +28,6 @@ PARTS = 20
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_parts, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(blob_sources, "SMALL_BYTES", BLOCK)
-
-
-@pytest.fixture
-async def as_role(tmp_path: Path) -> AsyncIterator[As]:
-    async with secured_bus(tmp_path, "mine") as (secure, _):
-        await make_streams(by_role(secure))
-        yield by_role(secure)
-
-
-@pytest.fixture
-async def learner(as_role: As) -> AsyncIterator[Bus]:
-    async with as_role("learner") as bus:
-        yield bus
-
-
-@pytest.fixture
-async def actor(as_role: As) -> AsyncIterator[Bus]:
-    async with as_role("actor") as bus:
-        yield bus
-
-
-@pytest.fixture
-async def origin(learner: Bus, tmp_path: Path) -> AsyncIterator[HttpBlobs]:
-    store = HttpBlobs(learner, tmp_path / "origin", HttpTransport())
-    await store.start()
-    yield store
-    await store.close()
 
 
 async def test_an_answer_that_names_a_stranger_brings_none_of_its_bytes(actor: Bus, origin: HttpBlobs):
