@@ -244,18 +244,19 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
-        return await self._answered(request, session, dialect, raw, dialect.parse(raw))
+        return await self._answered(request, session, dialect, _attempt_of(request, raw), dialect.parse(raw))
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of OpenAI's responses, which may go on from an answer of its session."""
         session, raw = self.session_of(request), await self.body_of(request)
-        asked = session.responses.whole(raw, again=session.had(_attempt_of(request, raw)))
+        attempt = _attempt_of(request, raw)
+        asked = session.responses.whole(raw, again=session.had(attempt))
         ask = OPENAI_RESPONSES.parse(asked.whole)
 
         def keep(reply: Reply) -> None:
             session.responses.keep(asked, OPENAI_RESPONSES.body(ask, reply))
 
-        return await self._answered(request, session, OPENAI_RESPONSES, raw, ask, keep)
+        return await self._answered(request, session, OPENAI_RESPONSES, attempt, ask, keep)
 
     async def _converse(self, request: web.Request) -> web.Response:
         """Begin a conversation of OpenAI's, to which responses are added."""
@@ -271,14 +272,12 @@ class Gateway:
         if method == "countTokens":
             return web.json_response({"totalTokens": await session.count_tokens(parse_counted(raw))})
         ask = replace(GOOGLE.parse(raw), model=model, stream=method == "streamGenerateContent")
-        return await self._answered(request, session, GOOGLE, raw, ask)
+        return await self._answered(request, session, GOOGLE, _attempt_of(request, raw), ask)
 
     async def _answered(
-        self, request: web.Request, session: Session, dialect: Dialect, raw: bytes, ask: Ask,
+        self, request: web.Request, session: Session, dialect: Dialect, attempt: Attempt, ask: Ask,
         keep: Callable[[Reply], None] = lambda _: None,
     ) -> web.StreamResponse:  # fmt: skip
-        attempt = _attempt_of(request, raw)
-
         async def answered() -> Reply:
             reply = await session.answer(ask, request.headers, attempt)
             keep(reply)
