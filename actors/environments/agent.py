@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -228,8 +229,9 @@ class AgentEnvironment:
 
     def _blamed(self, task: Task, session: Session, error: ProgramError) -> EpisodeError:
         """Return the error of a program that did not end by itself, by whose fault it is: the engine's where
-        one request took half of its time."""
-        waited = session.longest_wait_s > self._config.program_timeout_s / 2
+        one request took half of the time since the first one."""
+        asked_for_s = time.monotonic() - (session.first_request_s or 0.0)
+        waited = session.longest_wait_s > asked_for_s / 2
         late = isinstance(error.__cause__, TimeoutError) and waited
         blamed = isinstance(error, ProgramFailedError) and session.last is not None and not late
         return self._failed(task, str(error), ProgramFaultError if blamed else EpisodeError)

@@ -67,6 +67,8 @@ class Session:
         """Why the episode failed, as its owner said."""
         self.last_request_s = time.monotonic()
         """When the newest request came that was not refused, by the monotonic clock."""
+        self.first_request_s: float | None = None
+        """When the first of those came."""
         self.longest_wait_s = 0.0
         """Longest time that one request took at the engine."""
         self.unanswered_s = 0.0
@@ -128,6 +130,7 @@ class Session:
         else:
             self.counts["retries"] += 1
         self.last_request_s = time.monotonic()
+        self.first_request_s = self.first_request_s or self.last_request_s
         reply = await self._exchanges.answer(exchange)
         self.last_request_s = time.monotonic()
         for each, completion in zip(reply.all, self._unclaimed.pop(reply.reply_id, ()), strict=False):

@@ -224,15 +224,17 @@ def answered_once() -> Schemer:
 
 async def test_slow_engine_is_no_fault_of_the_policy(tmp_path: Path):
     agent = tmp_path / "agent.py"
-    agent.write_text(AGENT)
-    settings = {"reward": "exact", "program_timeout_s": 3.0}
+    late = tmp_path / "late"
+    agent.write_text(f"import os, time\ntime.sleep(3 * os.path.exists({str(late)!r}))\n{AGENT}")
+    settings = {"reward": "exact", "program_timeout_s": 5.0, "isolation": {"readable": (tmp_path,)}}
     environment = AgentEnvironment.from_config(
         AgentConfig(command=f"{sys.executable} -S {agent}", **settings)
     )
     try:
         await environment.run(TASK, Schemer([]).policy)
+        late.touch()  # the host took most of the time, before the program asked anything
         schemer = answered_once()
-        with pytest.raises(EpisodeError, match=r"it ran for 3 s") as failed:
+        with pytest.raises(EpisodeError, match=r"it ran for 5 s") as failed:
             await environment.run(TASK, schemer.policy)
         assert end_after(failed.value) == "timeout"
     finally:
