@@ -71,21 +71,13 @@ class PendingCheckpoint:
         if self.finished:
             return
         self.finished = True
-        # Every rank learns of a failure here: one that raised alone would leave the others waiting.
-        failures = [failure for failure in gathered(self._failure()) if failure.said]
-        if failures:
-            kind = DiskFullError if any(failure.disk_is_full for failure in failures) else StorageError
-            said = "; ".join(failure.said for failure in failures)
-            raise kind(f"cannot write checkpoint {self._final}: {said}")
+        self._raise_any(self._writing_failure())
         with naming(self._final):
             self._staged.finalize()
         digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
-        if dist.get_rank() == 0:
-            with naming(self._final):
-                pruned = self._publish(digests)
-            self._removing = self._thread.submit(checkpoints.discard, pruned)
+        failure = self._published(digests) if dist.get_rank() == 0 else NO_FAILURE
         self._thread.shutdown(wait=False)
-        dist.barrier()  # nobody commits before the checkpoint has its name
+        self._raise_any(failure)  # nobody commits before the checkpoint has its name
 
     def old_removed(self) -> None:
         """Wait until the checkpoints that this one took the place of are gone. Raises `OSError`."""
@@ -101,21 +93,44 @@ class PendingCheckpoint:
             amend_manifest(self._final, extra)
         dist.barrier()
 
-    def _failure(self) -> "_WritingFailure":
-        """Return what went wrong on this rank; it says nothing where nothing did."""
+    def _published(self, digests: Mapping[str, str]) -> "_WritingFailure":
+        """Give the checkpoint its name, and begin to remove those that it takes the place of."""
+        try:
+            with naming(self._final):
+                pruned = self._publish(digests)
+        except (OSError, StorageError) as error:
+            return _failure_of(error)
+        self._removing = self._thread.submit(checkpoints.discard, pruned)
+        return NO_FAILURE
+
+    def _raise_any(self, failure: "_WritingFailure") -> None:
+        """Raise `StorageError` on every rank if one has failed: one that raised alone would leave the others
+        waiting."""
+        failures = [each for each in gathered(failure) if each.said]
+        if failures:
+            kind = DiskFullError if any(each.disk_is_full for each in failures) else StorageError
+            said = "; ".join(each.said for each in failures)
+            raise kind(f"cannot write checkpoint {self._final}: {said}")
+
+    def _writing_failure(self) -> "_WritingFailure":
         try:
             error = self._writing.exception(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
             return _WritingFailure(f"rank {dist.get_rank()} is not done after {WRITING_TIMEOUT_S:.0f} s")
-        if error is None:
-            return _WritingFailure("")
-        told = file_error(error) if isinstance(error, OSError) else None
-        return _WritingFailure(f"rank {dist.get_rank()}: {told or error}", isinstance(told, DiskFullError))
+        return NO_FAILURE if error is None else _failure_of(error)
 
 
 class _WritingFailure(NamedTuple):
     said: str
     disk_is_full: bool = False
+
+
+NO_FAILURE = _WritingFailure("")
+
+
+def _failure_of(error: BaseException) -> _WritingFailure:
+    told = file_error(error) if isinstance(error, OSError) else error
+    return _WritingFailure(f"rank {dist.get_rank()}: {told or error}", isinstance(told, DiskFullError))
 
 
 def start_checkpoint(
