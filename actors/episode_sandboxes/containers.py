@@ -21,6 +21,7 @@ import structlog
 
 from actors.episode_sandboxes import relay
 from actors.episode_sandboxes.base import GATEWAY_PORT, NEAR, WORKSPACE, Command, CommandEnd, CommandResult
+from actors.episode_sandboxes.cpu_groups import PERIOD_US
 from actors.episode_sandboxes.owner import OWNER, is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
@@ -43,7 +44,7 @@ LAST_OUTPUT_S = 0.2
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5
 """Time until the daemon is asked whether a command has ended whose output goes on, at first and at most."""
 LOOKS = 40
-HELD = ("Memory", "PidsLimit")
+HELD = ("Memory", "PidsLimit", "CpuQuota")
 BACKLOG = 1024
 KILLED = 137
 """Status of a command that a signal has killed."""
@@ -149,6 +150,8 @@ class ContainerBackend:
             "Memory": limits.memory_mb << 20,
             "MemorySwap": limits.memory_mb << 20,
             "PidsLimit": limits.processes,
+            "CpuPeriod": PERIOD_US,
+            "CpuQuota": round(limits.cpus * PERIOD_US),
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "AutoRemove": True,

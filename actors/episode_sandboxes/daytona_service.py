@@ -59,7 +59,7 @@ class DaytonaService:
         wish = CreateSandboxFromImageParams(
             image=image,
             resources=Resources(
-                cpu=ceil(self._config.cpus), memory=ceil(limits.memory_mb / 1024),
+                cpu=ceil(limits.cpus), memory=ceil(limits.memory_mb / 1024),
                 disk=ceil(limits.disk_mb / 1024),
             ),
             labels={OWNER: owner},

@@ -2,9 +2,10 @@
 
     python bus/process/run_module.py actors.episode_sandboxes.guest SETTINGS
 
-Its standard input is a socket of the actor's. Each packet on it carries the socket of one sandbox, whose
-first process lives until the actor closes that socket, and forks for each command. Whatever happens to the
-actor, the kernel ends a sandbox with its first process. Loads the standard library and three rooms.
+Its standard input is a socket of the actor's. Each packet on it carries the socket of one sandbox, and a
+file by which the sandbox joins a control group, where the actor has one. The first process of a sandbox
+lives until the actor closes that socket, and forks for each command. Whatever happens to the actor, the
+kernel ends a sandbox with its first process. Loads the standard library and three rooms.
 """
 
 import gc
@@ -16,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ TEXTS = {
 OVER = signal.SIGUSR1
 """Tells who waits for a command that the sandbox has passed its limit of memory."""
 CANNOT_START = 127
+BEHIND_THE_ACTOR = 10
 MOST_DESCRIPTORS = 1 << 16
 BACKLOG = 1024
 LARGEST_PACKET = 4096
@@ -81,14 +83,15 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who hold sandboxes
     gc.freeze()
     while True:
-        packet, received, _, _ = socket.recv_fds(control, LARGEST_PACKET, 1)
+        packet, received, _, _ = socket.recv_fds(control, LARGEST_PACKET, 2)
         if not packet:
             return
         if os.fork() == 0:
             control.close()
             limits = GuestLimits(**json.loads(packet))
-            os._exit(_hold(socket.socket(fileno=received[0]), settings, limits, host))
-        os.close(received[0])
+            os._exit(_hold(socket.socket(fileno=received[0]), received[1:], settings, limits, host))
+        for descriptor in received:
+            os.close(descriptor)
 
 
 def _shown(settings: GuestSettings) -> list[str]:
@@ -121,7 +124,9 @@ def _furnish(links: Mapping[str, str], root: Path) -> None:
         Path(f"{root}{name}").symlink_to(target)
 
 
-def _hold(actor: socket.socket, settings: GuestSettings, limits: GuestLimits, host: Host) -> int:
+def _hold(
+    actor: socket.socket, group: Sequence[int], settings: GuestSettings, limits: GuestLimits, host: Host
+) -> int:
     """Keep the socket of a sandbox open until nothing of it is left."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -133,15 +138,18 @@ def _hold(actor: socket.socket, settings: GuestSettings, limits: GuestLimits, ho
         return 1
     first = os.fork()
     if first == 0:
-        os._exit(_be_first(actor, settings, limits))
+        os._exit(_be_first(actor, group, settings, limits))
     os.waitpid(first, 0)
     return 0
 
 
-def _be_first(actor: socket.socket, settings: GuestSettings, limits: GuestLimits) -> int:
+def _be_first(
+    actor: socket.socket, group: Sequence[int], settings: GuestSettings, limits: GuestLimits
+) -> int:
     """Be the first process of a sandbox: carry out what the actor asks for, until it hangs up."""
     try:
         kernel.die_with_parent()
+        _join(group)
         _mount(settings, limits.disk_bytes)
         kernel.bring_loopback_up()
         kernel.set_dumpable(False)  # commands could otherwise trace this process
@@ -172,6 +180,15 @@ def _be_first(actor: socket.socket, settings: GuestSettings, limits: GuestLimits
             handlers.add(handler)
             for descriptor in given:
                 os.close(descriptor)
+
+
+def _join(group: Sequence[int]) -> None:
+    """Join a control group that bounds processors, or let the actor go first where there is none."""
+    for joining in group:
+        os.write(joining, b"0")
+        os.close(joining)
+    if not group:
+        os.nice(BEHIND_THE_ACTOR)
 
 
 def _listen(actor: socket.socket, port: int) -> None:

@@ -19,8 +19,8 @@ from actors.episodes.errors import ToolError
 from actors.settings.episode_sandboxes import HostBudgetConfig, SandboxLimits
 
 log = structlog.get_logger()
-USED = struct.Struct("<3Q")
-"""Sandboxes, and the memory and disk that they may use, in MiB."""
+USED = struct.Struct("<3Qd")
+"""Sandboxes, the memory and disk that they may use, in MiB, and their processors."""
 ASK_AGAIN_S = 0.1
 
 
@@ -31,17 +31,17 @@ class HostBudget:
         self._config = config
         self._most = [inf if one is None else one for one in config.amounts]
         self._directory = Path(tempfile.gettempdir(), f"sluice-sandboxes-{os.geteuid()}")
-        self._used: tuple[int, ...] = (0, 0, 0)
+        self._used: tuple[float, ...] = (0, 0, 0, 0)
         self._own: int | None = None
         """Descriptor of this actor's file, once it has one."""
 
     @asynccontextmanager
     async def room(self, limits: SandboxLimits) -> AsyncIterator[None]:
         """Have room for a sandbox while inside. Raises ToolError where there is none for too long."""
-        if self._most == [inf] * 3:
+        if self._most == [inf] * len(self._most):
             yield
             return
-        amounts = (1, limits.memory_mb, limits.disk_mb)
+        amounts = (1, limits.memory_mb, limits.disk_mb, limits.cpus)
         try:
             async with asyncio.timeout(self._config.wait_s):
                 while not self._takes(amounts):  # noqa: ASYNC110 - no event comes from other actors
@@ -61,7 +61,7 @@ class HostBudget:
             os.close(self._own)
             self._own = None
 
-    def _takes(self, amounts: tuple[int, int, int]) -> bool:
+    def _takes(self, amounts: tuple[int, int, int, float]) -> bool:
         """Take room, if there is any and no other actor takes some right now. Raises OSError."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         if self._directory.lstat().st_uid != os.geteuid():
@@ -78,13 +78,13 @@ class HostBudget:
             self._note(used + one for used, one in zip(self._used, amounts, strict=True))
         return True
 
-    def _note(self, used: Iterator[int]) -> None:
+    def _note(self, used: Iterator[float]) -> None:
         self._used = tuple(used)
         if self._own is not None:
             os.pwrite(self._own, USED.pack(*self._used), 0)
 
 
-def _noted_in(directory: Path) -> Iterator[tuple[int, int, int]]:
+def _noted_in(directory: Path) -> Iterator[tuple[int, int, int, float]]:
     """Yield what each living actor uses, and remove the files of others."""
     for path in directory.glob("actor-*"):
         with path.open("rb") as file:

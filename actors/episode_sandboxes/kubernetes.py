@@ -35,6 +35,8 @@ PROTOCOL = "v5.channel.k8s.io"
 STDIN, STDOUT, STDERR, STATUS, CLOSES = 0, 1, 2, 3, 255
 """First byte of a message: what the others belong to, or that the channel which follows is at its end."""
 PART_BYTES = 1 << 18
+MOST_CPUS_ASKED = 0.1
+"""Processors that a node must have to spare for a pod: sandboxes wait for their model most of the time."""
 POLICY: dict[str, JSON] = {
     "apiVersion": "networking.k8s.io/v1",
     "kind": "NetworkPolicy",
@@ -178,7 +180,7 @@ class KubernetesBackend:
     def _described(
         self, name: str, image: str | None, limits: SandboxLimits, way_out: "_WayOut | None"
     ) -> JSON:
-        most = {"memory": f"{limits.memory_mb}Mi", "ephemeral-storage": f"{limits.disk_mb}Mi", "cpu": "1"}
+        space = {"memory": f"{limits.memory_mb}Mi", "ephemeral-storage": f"{limits.disk_mb}Mi"}
         life_s = f"{self._config.life_s:.0f}"
         container: JSON = {
             "name": "sandbox",
@@ -186,7 +188,10 @@ class KubernetesBackend:
             "command": ["/bin/sh", "-c", f"sleep {life_s} & wait"],
             "workingDir": WORKSPACE,
             "env": [{"name": "HOME", "value": WORKSPACE}],
-            "resources": {"limits": most, "requests": {**most, "cpu": "100m"}},
+            "resources": {
+                "limits": {**space, "cpu": f"{limits.cpus:g}"},
+                "requests": {**space, "cpu": f"{min(limits.cpus, MOST_CPUS_ASKED):g}"},
+            },
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         return {

@@ -70,7 +70,7 @@ class ModalService:
                 app=await self._app(),
                 image=modal.Image.from_registry(image),
                 timeout=int(self._config.life_s),
-                cpu=(self._config.cpus, self._config.cpus),
+                cpu=(limits.cpus, limits.cpus),
                 memory=(limits.memory_mb, limits.memory_mb),
                 block_network=way_out.is_closed,
                 outbound_cidr_allowlist=None if way_out.is_closed else way_out.networks,

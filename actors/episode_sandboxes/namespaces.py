@@ -9,12 +9,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from actors.episode_sandboxes.base import GATEWAY_PORT, NEAR, Command, CommandResult
+from actors.episode_sandboxes.cpu_groups import CpuGroup, CpuGroups
 from actors.episode_sandboxes.guest import PROGRAMS
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.episodes.errors import ToolError
@@ -42,6 +43,7 @@ class NamespaceBackend:
         self._settings = settings
         self._starting = asyncio.Lock()
         self._start()
+        self._groups = CpuGroups.found()
 
     @classmethod
     def from_config(cls, config: NamespaceSandboxes) -> Self:
@@ -81,18 +83,20 @@ class NamespaceBackend:
             cpu_s=limits.cpu_s, memory_bytes=limits.memory_mb << 20, processes=limits.processes,
             disk_bytes=limits.disk_mb << 20,
         )  # fmt: skip
+        group = self._groups.made(limits.cpus) if self._groups is not None else None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        sandbox = NamespaceSandbox(ours)
+        sandbox = NamespaceSandbox(ours, group)
         try:
-            with theirs:
-                socket.send_fds(
-                    self._server.control, [json.dumps(asdict(may_use)).encode()], [theirs.fileno()]
-                )
+            with theirs, group.joining() if group is not None else nullcontext() as joining:
+                sent = [theirs.fileno(), *([joining.fileno()] if joining is not None else ())]
+                socket.send_fds(self._server.control, [json.dumps(asdict(may_use)).encode()], sent)
             async with asyncio.timeout(START_TIMEOUT_S):
                 said = json.loads(await asyncio.get_running_loop().sock_recv(ours, LARGEST_REPORT) or b"{}")
         except BaseException as error:  # a cancelled start leaves nothing either
             ours.close()
+            if group is not None:
+                group.remove()
             if isinstance(error, OSError | TimeoutError):
                 raise ToolError(f"no sandbox was started: {error!r}") from error
             raise
@@ -121,8 +125,9 @@ def _hidden_below(shown: Sequence[str]) -> list[str]:
 class NamespaceSandbox:
     """One sandbox, which lives until its socket is closed."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, group: CpuGroup | None) -> None:
         self._control = control
+        self._group = group
 
     async def run(self, command: Command) -> CommandResult:
         """Carry out a command. Raises ToolError where the sandbox has ended: nothing in it can end it.
@@ -193,6 +198,8 @@ class NamespaceSandbox:
             pass  # closing the socket ends it all the same
         finally:
             self._control.close()
+            if self._group is not None:
+                self._group.remove()
 
     async def _begun(
         self, request: CommandRequest, command: Command, ours: ExitStack

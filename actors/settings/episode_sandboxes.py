@@ -22,6 +22,9 @@ class SandboxLimits(Config):
     processes: int = Field(128, ge=8)
     """Processes and threads of a sandbox at a time."""
 
+    cpus: float = Field(1.0, ge=0.01)
+    """Processors of a sandbox. Daytona takes whole ones; in E2B the template has them and the memory."""
+
     disk_mb: int = Field(256, ge=1)
     """Size of the workspace, in MiB, and of /tmp and /dev/shm each."""
 
@@ -38,13 +41,16 @@ class HostBudgetConfig(Config):
     disk_mb: int | None = Field(None, ge=1)
     """Sum of their `disk_mb`."""
 
+    cpus: float | None = Field(None, ge=0.01)
+    """Sum of their `cpus`."""
+
     wait_s: float = Field(3600.0, gt=0)
     """Longest time that an episode waits for its sandbox, also for one of `at_once`; then it fails."""
 
     @property
-    def amounts(self) -> tuple[int | None, int | None, int | None]:
+    def amounts(self) -> tuple[float | None, ...]:
         """Return the most of each that they may use."""
-        return self.sandboxes, self.memory_mb, self.disk_mb
+        return self.sandboxes, self.memory_mb, self.disk_mb, self.cpus
 
 
 WRITABLE = r"/(workspace|tmp)(/(?!\.\.?(/|$))[\w.-]+)*"
@@ -170,9 +176,6 @@ class HostedSandboxes(Config):
     """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
     service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
 
-    cpus: float = Field(1.0, gt=0)
-    """Processors of a sandbox; Daytona takes whole ones, and in E2B the template has them and the memory."""
-
     app: str = "sluice"
     """App of Modal that sandboxes belong to."""
 
@@ -212,7 +215,7 @@ class HostSandboxes(SandboxLimits):
 
     @model_validator(mode="after")
     def _one_finds_room(self) -> Self:
-        for name in ("memory_mb", "disk_mb"):
+        for name in ("memory_mb", "disk_mb", "cpus"):
             each, together = getattr(self, name), getattr(self.host_budget, name)
             if together is not None and each > together:
                 raise ValueError(

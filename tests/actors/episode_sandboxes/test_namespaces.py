@@ -9,9 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from actors.episode_sandboxes import cpu_groups
 from actors.episode_sandboxes.base import Command, EpisodeSandbox, SandboxFileError
+from actors.episode_sandboxes.cpu_groups import CpuGroups
 from actors.episode_sandboxes.namespaces import NamespaceBackend, NamespaceSandbox
+from actors.episode_sandboxes.owner import this_process
 from actors.episodes.errors import ToolError
 from actors.programs import hidden
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
@@ -88,6 +92,32 @@ async def test_a_command_that_passes_a_limit_is_ended_with_all_that_it_started_a
     assert (
         "o space" in (await shell(sandbox, "yes > f; for n in $(seq 2000); do : > $n; done")).stderr.decode()
     )
+
+
+async def test_a_sandbox_is_held_to_its_processors():
+    groups = CpuGroups.found()
+    if groups is None:
+        pytest.skip("needs control groups that this user may make")
+    left = groups.made(1.0).path
+    dead = left.rename(left.with_name(f"sluice-sandbox-{this_process().rpartition('-')[0]}-1-x"))
+    async with sandbox_of(cpus=0.01) as sandbox:
+        assert not dead.exists()
+        group = sandbox.running._group.path
+        assert group.name in await said(sandbox, "cat /proc/self/cgroup")
+        await said(sandbox, "yes > /dev/null & yes > /dev/null &")
+        async with asyncio.timeout(60):
+            while "nr_throttled 0\n" in (group / "cpu.stat").read_text():  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+    assert not group.exists()
+
+
+async def test_without_control_groups_the_actor_goes_before_its_sandboxes(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_groups, "MOUNT", tmp_path)
+    with capture_logs() as logs:
+        async with sandbox_of() as sandbox:
+            assert int(await said(sandbox, "nice")) == min(os.nice(0) + 10, 19)
+    [told] = [one for one in logs if one["event"] == "sandboxes_are_not_limited"]
+    assert told["limits"] == ["cpus"]
 
 
 async def test_a_command_that_ends_its_watcher_is_no_fault_of_the_host(sandbox):

@@ -8,10 +8,16 @@ import tempfile
 import pytest
 
 from actors.episode_sandboxes.base import SandboxBackend
+from actors.episode_sandboxes.host_budget import HostBudget
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episode_sandboxes.pool import SandboxPool
 from actors.episodes.errors import ToolError
-from actors.settings.episode_sandboxes import HostSandboxes, NamespaceSandboxes
+from actors.settings.episode_sandboxes import (
+    HostBudgetConfig,
+    HostSandboxes,
+    NamespaceSandboxes,
+    SandboxLimits,
+)
 from tests.actors.episode_sandboxes.backends import said
 
 
@@ -131,6 +137,21 @@ async def test_sandboxes_of_all_actors_of_a_host_share_its_memory(monkeypatch, t
         await pool.close()
 
 
+async def test_sandboxes_of_all_actors_of_a_host_share_its_processors(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one, other = (HostBudget(HostBudgetConfig(cpus=2, wait_s=0.1)) for _ in range(2))
+    async with one.room(SandboxLimits(cpus=1.5)), other.room(SandboxLimits(cpus=0.5)):
+        with pytest.raises(ToolError, match="no room for a sandbox"):
+            async with other.room(SandboxLimits(cpus=0.01)):
+                pass
+    async with other.room(SandboxLimits(cpus=2)):
+        pass
+    one.close()
+    other.close()
+
+
 def test_a_budget_in_which_no_sandbox_finds_room_is_refused():
     with pytest.raises(ValueError, match=r"disk_mb=256 of a sandbox exceeds host_budget\.disk_mb=100"):
         HostSandboxes(host_budget={"disk_mb": 100})
+    with pytest.raises(ValueError, match=r"cpus=1\.0 of a sandbox exceeds host_budget\.cpus=0\.5"):
+        HostSandboxes(host_budget={"cpus": 0.5})

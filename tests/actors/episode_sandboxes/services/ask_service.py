@@ -23,10 +23,12 @@ async def ask(name):
     servers = import_module(f"tests.actors.episode_sandboxes.services.{name}_server")
     async with servers.serving() as (service, variables):
         os.environ.update(variables)
-        config = HostedSandboxes(type=name, image="tiny:1", life_s=1800, cpus=2, start_timeout_s=60)
+        config = HostedSandboxes(type=name, image="tiny:1", life_s=1800, start_timeout_s=60)
         backend = build_backend(config)
         sandbox = EpisodeSandbox(
-            await backend.start(None, SandboxLimits(memory_mb=3000, disk_mb=9000), "http://192.0.2.7:8080")
+            await backend.start(
+                None, SandboxLimits(memory_mb=3000, disk_mb=9000, cpus=2), "http://192.0.2.7:8080"
+            )
         )
         [asked] = service.described.values()
         service.check(asked)
