@@ -22,6 +22,7 @@ from bus.errors import (
     SluiceError,
     UnreadableGroupsError,
 )
+from bus.security.permissions import TAKEN
 from bus.waiting import GarbledAnswerError
 
 log = structlog.get_logger()
@@ -56,7 +57,8 @@ async def send_answer(client: Client, reply_to: str, messages: Iterable[Message]
     is awaited at `reply_to`."""
     if not is_inbox(reply_to):
         raise BusError(f"no answer is awaited at {reply_to!r}: it is no inbox")
-    inbox = client.new_inbox()
+    prefix, _, name = client.new_inbox().rpartition(".")
+    inbox = f"{prefix}.{TAKEN}.{name}"
     taken = await client.subscribe(f"{inbox}.*")
     waiting: deque[int] = deque()
     numbers = count()

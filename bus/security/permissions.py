@@ -9,6 +9,8 @@ from bus.security.record_rules import ROLE_KEYS
 from bus.topology import Topology
 
 ROLES = ("operator", "storage", "learner", "actor", "judge", "watcher")
+TAKEN = "taken"
+"""Token behind the prefix of an inbox where a sender hears that a piece of its answer was taken."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ def permissions(run: str, role: str) -> Permissions:
     events = topology.subject("events", "")  # they are stored, and heard by who listens as well
     spoken = (subject for subject in publish if subject not in stored or subject.startswith(events))
     answers = (f"{inbox_prefix(run, asker)}.>" for asker in _ANSWERS[role])
+    taken = (f"{inbox_prefix(run, sender)}.{TAKEN}.>" for sender in _ASKS[role])
     own = f"{inbox_prefix(run, role)}.>"
-    return Permissions((*spoken, *answers), (*found.subscribe, own), stored)
+    return Permissions((*spoken, *answers, *taken), (*found.subscribe, own), stored)
 
 
 def inbox_prefix(run: str, role: str) -> str:
@@ -205,14 +208,22 @@ _TABLE: dict[str, Callable[[Topology], Permissions]] = {
 _ANSWERS: dict[str, tuple[str, ...]] = {
     "operator": ROLES,
     "storage": ROLES,
-    "learner": ("operator", "storage", "actor"),
-    "actor": ("operator", "storage", "learner", "actor"),
+    "learner": ("operator", "actor"),
+    "actor": ("operator",),
     "judge": (),
-    "watcher": ("operator", "storage"),
+    "watcher": (),
 }
-"""Roles in whose inboxes a role may write, to answer them or to say that it took a piece of an answer. Names
-of inboxes cannot be guessed. nats-server's `allow_responses` would be no narrower: a role that hears itself,
-as actors do, could ask itself for an answer on any subject, and write there."""
+"""Roles that a role may answer. Names of inboxes cannot be guessed. nats-server's `allow_responses` would be
+no narrower: a role that hears itself could ask itself for an answer on any subject, and write there."""
+_ASKS: dict[str, tuple[str, ...]] = {
+    "operator": (),
+    "storage": (),
+    "learner": ("storage",),
+    "actor": ("storage", "learner"),
+    "judge": (),
+    "watcher": ("storage",),
+}
+"""Roles that a role may not answer and may tell that it took a piece of their answer."""
 
 
 def _subjects(t: Topology, *names: str) -> tuple[str, ...]:

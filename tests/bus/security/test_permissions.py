@@ -125,6 +125,18 @@ async def test_role_hears_neither_the_answers_to_others_nor_everything(role: str
             assert await forbidden(bus, lambda subject=subject: bus.client.subscribe(subject)), subject
 
 
+ANSWERED_BY = {"learner": {"operator", "actor"}, "actor": {"operator"}, "judge": set(), "watcher": set()}
+
+
+@pytest.mark.parametrize("role", ANSWERED_BY)
+async def test_role_answers_only_those_whose_requests_it_serves(role: str, as_role: As):
+    async with as_role(role) as bus:
+        for asker in ROLES:
+            subject = f"_INBOX.mine.{asker}.{'0' * 22}.{'1' * 22}"
+            refused = await forbidden(bus, partial(bus.client.publish, subject, b"forged"))
+            assert refused == (asker not in ANSWERED_BY[role]), asker
+
+
 @pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("role", ["storage", "actor", "judge", "watcher"])
 async def test_no_role_hears_what_readers_of_weights_ask_but_the_learner(role: str, as_role: As):
