@@ -41,8 +41,8 @@ async def test_ensure_keeps_what_streams_and_consumers_hold(bus: Bus):
 
 
 @pytest.mark.nats
-async def test_runs_on_one_server_do_not_meet(server: NatsServer, bus: Bus):
-    async with Bus.connect(BusConfig(url=server.url), "other", name="t") as other:
+async def test_runs_on_one_server_do_not_meet(bus_server: NatsServer, bus: Bus):
+    async with Bus.connect(BusConfig(url=bus_server.url), "other", name="t") as other:
         assert await ensure(other.js, other.topology, shards=1) == STREAMS
         await other.js.publish(other.subject("tasks", "rollout"), b"x")
     assert (await bus.js.stream_info(bus.topology.stream("TASKS"))).state.messages == 0

@@ -37,9 +37,9 @@ def directory(tmp_path):
 
 
 @pytest.fixture
-async def rival(server, directory):
+async def rival(bus_server, directory):
     """The bus of a further policy's run, whose learner has published a version."""
-    async with Bus.connect(BusConfig(url=server.url), "test__rival", name="rival") as connected:
+    async with Bus.connect(BusConfig(url=bus_server.url), "test__rival", name="rival") as connected:
         await ensure(connected.js, connected.topology, shards=1)
         await connected.create_keys()
         files = await put_blob(connected, Publisher(connected), encode(bundle(directory)), "model")

@@ -88,8 +88,8 @@ class Actor:
 
 
 @pytest.fixture
-async def rival(server):
-    async with Bus.connect(BusConfig(url=server.url), "test__rival", name="rival") as connected:
+async def rival(bus_server):
+    async with Bus.connect(BusConfig(url=bus_server.url), "test__rival", name="rival") as connected:
         await ensure(connected.js, connected.topology, shards=2)
         await connected.create_keys()
         yield connected

@@ -113,8 +113,8 @@ async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server
 
 
 @pytest.mark.nats
-async def test_run_without_keys_reads_as_absent_and_cannot_be_written(server: NatsServer):
-    async with Bus.connect(BusConfig(url=server.url), "nobody", name="t") as bus:
+async def test_run_without_keys_reads_as_absent_and_cannot_be_written(bus_server: NatsServer):
+    async with Bus.connect(BusConfig(url=bus_server.url), "nobody", name="t") as bus:
         assert await bus.get("run", RunRecord) is None
         for write in (bus.put("run", Done()), bus.swap("run", Done(), 0), bus.delete("run")):
             with pytest.raises(BusError, match="'run'"):
@@ -167,7 +167,7 @@ async def test_looks_at_the_keys_leave_no_consumer_behind(bus: Bus):
 
 
 @pytest.mark.nats
-async def test_keys_of_a_run_that_has_none_cannot_be_listed(server: NatsServer):
-    async with Bus.connect(BusConfig(url=server.url), "nobody", name="t") as bus:
+async def test_keys_of_a_run_that_has_none_cannot_be_listed(bus_server: NatsServer):
+    async with Bus.connect(BusConfig(url=bus_server.url), "nobody", name="t") as bus:
         with pytest.raises(BusError, match="cannot list the keys 'role'"):
             await bus.keys("role")

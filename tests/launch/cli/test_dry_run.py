@@ -248,9 +248,9 @@ async def test_a_directory_that_this_user_cannot_write_is_refused_before_anythin
 
 
 @pytest.mark.nats
-async def test_a_bus_that_is_named_must_answer_and_take_each_prompt(server: NatsServer, tmp_path: Path):
-    config = resolve(small(tmp_path, bus={"url": server.url}))
-    assert f"the bus at {server.url} answers" in await rehearse_storage(config, STOP)
+async def test_a_bus_that_is_named_must_answer_and_take_each_prompt(bus_server: NatsServer, tmp_path: Path):
+    config = resolve(small(tmp_path, bus={"url": bus_server.url}))
+    assert f"the bus at {bus_server.url} answers" in await rehearse_storage(config, STOP)
     assert f"3 prompts of {tmp_path}/p.jsonl" in await rehearse_local(config, STOP, own_bus=False)
     nobody = f"nats://127.0.0.1:{free_port('127.0.0.1')}"
     away = resolve(small(tmp_path, bus={"url": nobody, "connect_timeout_s": 0.3}))

@@ -275,7 +275,7 @@ async def test_those_with_a_record_are_listed_alone(stored: RunDirectory):
 
 
 @pytest.mark.nats
-async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: NatsServer, tmp_path: Path):
+async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, bus_server: NatsServer, tmp_path: Path):
     write_tokenizer(tmp_path / "model")
     (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (tmp_path / "model/tokenizer_config.json").write_text("{}")
@@ -283,7 +283,7 @@ async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: Na
     await bus.put("policy", replace(manifest(4), model=files))
     config = validate({"run": "test", "replay": {"shards": 2}})
     await bus.put("run", RunRecord(name="test", config_json=config.model_dump_json()))
-    where = RunConfig(run="test", bus=BusConfig(url=server.url))
+    where = RunConfig(run="test", bus=BusConfig(url=bus_server.url))
     source = BusTrajectories(lambda: where)
     with closing(ReplayStore.open(tmp_path / "0")) as even, closing(ReplayStore.open(tmp_path / "1")) as odd:
         for lease in range(5):

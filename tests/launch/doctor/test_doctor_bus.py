@@ -18,8 +18,8 @@ pytestmark = pytest.mark.nats
 
 
 @pytest.fixture
-def config(server: NatsServer) -> RunConfig:
-    return resolve({"run": "test", "bus": {"url": server.url}})
+def config(bus_server: NatsServer) -> RunConfig:
+    return resolve({"run": "test", "bus": {"url": bus_server.url}})
 
 
 async def findings(config: RunConfig) -> dict[str, Finding]:
@@ -47,7 +47,7 @@ async def test_a_clock_that_differs_is_a_warning(
     assert "synchronise the clocks" in clock.remedy
 
 
-async def test_a_bus_without_the_run_tells_no_time_and_is_left_as_it_was(config: RunConfig, server):
+async def test_a_bus_without_the_run_tells_no_time_and_is_left_as_it_was(config: RunConfig, bus_server):
     other = config.model_copy(update={"run": "other"})
     clock = (await findings(other))["clock"]
     assert (clock.level, "this bus has no run 'other'" in clock.found) == ("ok", True)

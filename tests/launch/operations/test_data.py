@@ -33,8 +33,8 @@ def prompts(path: Path, *contents: str) -> Path:
 
 
 @pytest.fixture
-def where(server: NatsServer, tmp_path: Path) -> RunConfig:
-    return RunConfig(run="test", directory=tmp_path / "runs", bus=BusConfig(url=server.url))
+def where(bus_server: NatsServer, tmp_path: Path) -> RunConfig:
+    return RunConfig(run="test", directory=tmp_path / "runs", bus=BusConfig(url=bus_server.url))
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.nats
 
 
 @pytest.fixture
-async def where(bus, server, tmp_path) -> RunConfig:
+async def where(bus, bus_server, tmp_path) -> RunConfig:
     await bus.put("run", RunRecord(name="test", config_json=json.dumps({"replay": {"shards": 2}})))
-    return resolve({"run": "test", "bus": {"url": server.url}, "directory": str(tmp_path)})
+    return resolve({"run": "test", "bus": {"url": bus_server.url}, "directory": str(tmp_path)})
 
 
 def line(name: str, reward: float) -> str:
@@ -72,8 +72,8 @@ async def test_lines_of_a_pipe_are_given_as_they_come_until_it_is_stopped(bus, w
             assert (await giving).taken == 3
 
 
-async def test_file_and_run_that_are_not_there_are_named(bus, server, tmp_path):
-    where = resolve({"run": "test", "bus": {"url": server.url}})
+async def test_file_and_run_that_are_not_there_are_named(bus, bus_server, tmp_path):
+    where = resolve({"run": "test", "bus": {"url": bus_server.url}})
     with pytest.raises(ConfigError, match=r"cannot read the rewards in .*absent\.jsonl: No such file"):
         await give_rewards(where, tmp_path / "absent.jsonl", asyncio.Event())
     (tmp_path / "empty.jsonl").write_text("")

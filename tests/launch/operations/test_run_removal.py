@@ -24,11 +24,11 @@ STOP = asyncio.Event()
 
 
 @pytest.fixture
-def where(bus: Bus, server: NatsServer, tmp_path: Path) -> RunConfig:
+def where(bus: Bus, bus_server: NatsServer, tmp_path: Path) -> RunConfig:
     """Run "test", with streams on a bus and a file of 1,000 bytes in its directory."""
     (tmp_path / "runs/test/logs").mkdir(parents=True)
     (tmp_path / "runs/test/logs/actors.log").write_bytes(bytes(1000))
-    return resolve({"run": "test", "directory": tmp_path / "runs", "bus": {"url": server.url}})
+    return resolve({"run": "test", "directory": tmp_path / "runs", "bus": {"url": bus_server.url}})
 
 
 async def test_nothing_is_removed_unless_confirmed(bus: Bus, where: RunConfig):

@@ -57,10 +57,10 @@ async def define(bus: Bus, record: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-async def url(server: NatsServer, bus: Bus) -> AsyncIterator[str]:
+async def url(bus_server: NatsServer, bus: Bus) -> AsyncIterator[str]:
     """A bus without credentials that other hosts could reach, on which a stranger has defined the run."""
     await define(bus, {"run": "test", "actors": {"environment": {"reward": f"{NAME}:reward"}}})
-    return reached_at(server.url)
+    return reached_at(bus_server.url)
 
 
 def actor(url: str, **allow: object) -> RunConfig:
@@ -94,15 +94,17 @@ async def test_module_is_imported_that_this_host_allows(url: str, allow: dict[st
     assert NAME in sys.modules
 
 
-async def test_module_is_imported_on_loopback(server: NatsServer, url: str):
-    await take_part(actor(server.url))
+async def test_module_is_imported_on_loopback(bus_server: NatsServer, url: str):
+    await take_part(actor(bus_server.url))
     assert NAME in sys.modules
 
 
 @pytest.mark.parametrize("user", ["", "me@", "me:secret@"])
-async def test_module_is_refused_where_a_tunnel_listens_on_loopback(server: NatsServer, url: str, user: str):
+async def test_module_is_refused_where_a_tunnel_listens_on_loopback(
+    bus_server: NatsServer, url: str, user: str
+):
     """The port is this host's, and who writes on the bus behind it is not known."""
-    async with tunnel(server.port) as port:
+    async with tunnel(bus_server.port) as port:
         with pytest.raises(ConfigError, match=r"others may write: .* is not seen to be a nats-server"):
             await take_part(actor(f"nats://{user}127.0.0.1:{port}"))
     assert NAME not in sys.modules
@@ -177,7 +179,7 @@ async def test_module_is_imported_on_a_bus_with_credentials(tmp_path: Path):
     assert NAME in sys.modules
 
 
-async def test_record_cannot_widen_what_this_host_allows(server: NatsServer, bus: Bus):
+async def test_record_cannot_widen_what_this_host_allows(bus_server: NatsServer, bus: Bus):
     await define(
         bus,
         {
@@ -187,10 +189,10 @@ async def test_record_cannot_widen_what_this_host_allows(server: NatsServer, bus
         },
     )
     with pytest.raises(ConfigError, match="--plugins-from"):
-        await take_part(actor(reached_at(server.url)))
+        await take_part(actor(reached_at(bus_server.url)))
     (Path.cwd() / "other").mkdir()
     with pytest.raises(ConfigError, match="this host allows a run only what lies in"):
-        await take_part(actor(server.url, plugins_from=("other",)))
+        await take_part(actor(bus_server.url, plugins_from=("other",)))
     assert NAME not in sys.modules
 
 
@@ -211,19 +213,19 @@ async def test_what_engines_run_is_not_a_strangers_to_say(
         assert isinstance((await take_part(where, own)).actors.engine, SglangEngineConfig)
 
 
-async def test_interpreter_of_this_host_replaces_that_of_the_record(server: NatsServer, bus: Bus):
+async def test_interpreter_of_this_host_replaces_that_of_the_record(bus_server: NatsServer, bus: Bus):
     await define(bus, {"run": "test", "actors": {"engine": {"type": "sglang", "python": "/bin/other"}}})
-    for url in (server.url, reached_at(server.url)):
+    for url in (bus_server.url, reached_at(bus_server.url)):
         found = (await take_part(actor(url, engine_python=PYTHON))).actors.engine
         assert isinstance(found, SglangEngineConfig)
         assert str(found.python) == PYTHON
 
 
-async def test_variables_of_the_record_do_not_reach_this_hosts_interpreter(server: NatsServer, bus: Bus):
+async def test_variables_of_the_record_do_not_reach_this_hosts_interpreter(bus_server: NatsServer, bus: Bus):
     engine = {"type": "sglang", "environment": {"PYTHONPATH": "/x"}}
     await define(bus, {"run": "test", "actors": {"engine": engine}})
     with pytest.raises(ConfigError, match="with --engine-python they are this host's"):
-        await take_part(actor(server.url, engine_python=PYTHON))
+        await take_part(actor(bus_server.url, engine_python=PYTHON))
 
 
 async def test_directory_that_is_none_is_named(url: str):

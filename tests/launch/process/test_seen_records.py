@@ -54,8 +54,8 @@ async def test_a_record_that_was_put_back_meanwhile_is_not_acted_on(
 
 
 @pytest.mark.parametrize("user", ["", "me:secret@"])
-async def test_a_process_says_that_nobody_signs_on_a_bus_with_a_password(server: NatsServer, user: str):
-    url = server.url.replace("//", f"//{user}")
+async def test_a_process_says_that_nobody_signs_on_a_bus_with_a_password(bus_server: NatsServer, user: str):
+    url = bus_server.url.replace("//", f"//{user}")
     with capture_logs() as said:
         async with connected(RunConfig(bus=BusConfig(url=url)), "actors", asyncio.Event()):
             pass

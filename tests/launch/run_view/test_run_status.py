@@ -36,8 +36,8 @@ CONFIG = validate({"run": "test", "replay": {"shards": 2}, "admission": {"groups
 
 
 @pytest.fixture
-def where(server: NatsServer) -> RunConfig:
-    return validate({"run": "test", "bus": {"url": server.url}})
+def where(bus_server: NatsServer) -> RunConfig:
+    return validate({"run": "test", "bus": {"url": bus_server.url}})
 
 
 @asynccontextmanager

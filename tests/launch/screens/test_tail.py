@@ -72,8 +72,8 @@ async def stores(bus: Bus, tmp_path: Path) -> AsyncIterator[list[ReplayStore]]:
 
 
 @pytest.fixture
-def where(server: NatsServer) -> TrajectorySource:
-    config = validate({"run": "test", "bus": {"url": server.url}})
+def where(bus_server: NatsServer) -> TrajectorySource:
+    config = validate({"run": "test", "bus": {"url": bus_server.url}})
     return BusTrajectories(lambda: config)
 
 

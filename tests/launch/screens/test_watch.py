@@ -89,6 +89,6 @@ async def test_who_watches_is_told_that_the_bus_does_not_answer(
 
 
 @pytest.mark.nats
-async def test_run_that_is_not_there_is_an_error(bus: Bus, server: NatsServer, tmp_path: Path):
+async def test_run_that_is_not_there_is_an_error(bus: Bus, bus_server: NatsServer, tmp_path: Path):
     with pytest.raises(BusAwayError, match="is `launch storage --run test` running on this bus"):
-        await watch_run(where(server, tmp_path, join_timeout_s=0.2), asyncio.Event())
+        await watch_run(where(bus_server, tmp_path, join_timeout_s=0.2), asyncio.Event())

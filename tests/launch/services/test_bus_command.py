@@ -99,9 +99,9 @@ async def bus_of(port: int) -> Client:
     return client
 
 
-def nats_server() -> psutil.Process:
-    """The server that this process runs."""
-    [server] = [p for p in psutil.Process().children() if "nats-server" in p.name()]
+def nats_server(directory: Path) -> psutil.Process:
+    """The server that this process runs there."""
+    [server] = [p for p in psutil.Process().children() if str(directory) in " ".join(p.cmdline())]
     return server
 
 
@@ -111,7 +111,7 @@ async def test_a_bus_that_could_not_write_stores_again(tmp_path):
     serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
     client = await bus_of(port)
     await stored(client, within_s=20)
-    server = nats_server()
+    server = nats_server(tmp_path)
     _, hard = server.rlimit(psutil.RLIMIT_FSIZE)
     server.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
     with pytest.raises(nats.errors.Error):
@@ -137,7 +137,7 @@ async def test_a_bus_on_a_full_disk_keeps_its_server_until_there_is_room_and_sta
     port, stop = free_port("127.0.0.1"), asyncio.Event()
     serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
     client = await bus_of(port)
-    server, full[0] = nats_server(), "the disk is full"
+    server, full[0] = nats_server(tmp_path), "the disk is full"
     async with asyncio.timeout(20):
         for _ in range(3):
             while await looks.get() != (tmp_path / "bus", "the disk is full"):

@@ -17,10 +17,10 @@ DUEL = {"run": "test", "data": {"task": "nim"}, "actors": {"environment": {
 }}}  # fmt: skip
 
 
-async def test_a_learner_of_a_policy_that_the_run_does_not_train_is_refused(bus: Bus, server: NatsServer):
+async def test_a_learner_of_a_policy_that_the_run_does_not_train_is_refused(bus: Bus, bus_server: NatsServer):
     config = resolve(DUEL, {"policies": {"rival": {}}})
     await bus.put("run", RunRecord(name="test", config_json=config.model_dump_json()))
-    where = validate({"run": "test", "bus": {"url": server.url}})
+    where = validate({"run": "test", "bus": {"url": bus_server.url}})
     with pytest.raises(ConfigError, match=r"no policy 'rivla' beside its own: did you mean 'rival'\?"):
         await serve_policy_learner(where, {}, "rivla", asyncio.Event(), is_rank=False)
 

@@ -48,8 +48,8 @@ ANSWERS = {"sampling": {"max_new_tokens": 64}, "model": {"scratch": {"context": 
 
 
 @pytest.fixture
-def where(server: NatsServer, tmp_path: Path) -> dict[str, Any]:
-    return {"directory": str(tmp_path), "bus": {"url": server.url}}
+def where(bus_server: NatsServer, tmp_path: Path) -> dict[str, Any]:
+    return {"directory": str(tmp_path), "bus": {"url": bus_server.url}}
 
 
 async def announce(bus: Bus, settings: dict[str, Any]) -> RunConfig:

@@ -51,11 +51,11 @@ async def trained_beside(run: MiniRun, shadows: int) -> list[Metrics]:
 
 
 @pytest.mark.slow
-async def test_nobody_notices_a_shadow(server, tmp_path: Path):
+async def test_nobody_notices_a_shadow(bus_server, tmp_path: Path):
     runs, metrics = [], []
     for shadows, name in enumerate(("alone", "observed")):
         (tmp_path / name).mkdir()
-        async with Bus.connect(BusConfig(url=server.url), name, name=name) as bus:
+        async with Bus.connect(BusConfig(url=bus_server.url), name, name=name) as bus:
             await ensure(bus.js, bus.topology, SHARDS)
             await bus.create_keys()
             async with mini_run(bus, tmp_path / name) as run:

@@ -31,8 +31,8 @@ def asked(monkeypatch) -> asyncio.Event:
     return heard
 
 
-async def test_next_steps_of_a_live_learner_are_traced_and_it_trains_on(bus, server, asked, tmp_path):
-    where = RunConfig(run=bus.topology.run, bus=BusConfig(url=server.url))
+async def test_next_steps_of_a_live_learner_are_traced_and_it_trains_on(bus, bus_server, asked, tmp_path):
+    where = RunConfig(run=bus.topology.run, bus=BusConfig(url=bus_server.url))
     stop = asyncio.Event()
     with pytest.raises(BusAwayError, match=r"the learner of run .* nobody serves .*; nothing was asked"):
         await take_profile(where, 2, 60.0, stop)

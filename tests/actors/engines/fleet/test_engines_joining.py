@@ -261,7 +261,7 @@ async def test_an_actor_attaches_to_every_url_that_it_is_given(servers, model, t
 
 
 @pytest.mark.slow
-async def test_the_command_finds_the_actor_by_what_it_says(bus, server, connect, fleet, servers):
+async def test_the_command_finds_the_actor_by_what_it_says(bus, bus_server, connect, fleet, servers):
     async def says_what_it_has():
         while True:
             values = {"engines": fleet.engines} if started.is_set() else {}
@@ -269,7 +269,7 @@ async def test_the_command_finds_the_actor_by_what_it_says(bus, server, connect,
             await bus.notify(bus.subject("status", "actor"), status)
             await asyncio.sleep(0.1)
 
-    where = validate({"run": "test", "bus": {"url": server.url}})
+    where = validate({"run": "test", "bus": {"url": bus_server.url}})
     started, stop, url = asyncio.Event(), asyncio.Event(), servers[0].url
     with pytest.raises(ConfigError, match="no actor of run 'test' was heard within 2 s: if none"):
         await list_engines(where, stop)

@@ -38,9 +38,9 @@ THEIRS = replace(OWN, scale=1.0, rank=16, modules=("self_attn.q_proj",))
 
 
 @pytest.fixture
-async def rival(server):
+async def rival(bus_server):
     """The bus of a further policy's run."""
-    async with Bus.connect(BusConfig(url=server.url), "test__rival", name="rival") as connected:
+    async with Bus.connect(BusConfig(url=bus_server.url), "test__rival", name="rival") as connected:
         await ensure(connected.js, connected.topology, shards=1)
         await connected.create_keys()
         yield connected
