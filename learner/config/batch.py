@@ -34,6 +34,11 @@ class BatchConfig(Config):
     """Compute once what trajectories of one prompt have in common from their first token on: the prompt of
     siblings, the earlier turns of strands. Token budgets then count what is computed."""
 
+    skip_zero_advantages: bool = True
+    """Leave trajectories whose advantages are all 0 out of the passes of an update, where the objective has
+    no other term that gives them a gradient. The weights are those of an update on all of them; figures of
+    the policy are of the tokens that are computed."""
+
     balance: Literal["tokens", "flops"] = "tokens"
     """Measure by which data-parallel ranks get equal shares: tokens that are computed, or work, for which
     attention counts by the square of the length."""

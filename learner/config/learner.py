@@ -219,6 +219,17 @@ class LearnerConfig(Config):
         return used_correction(self.correction, self.loss, self.used_rejections)
 
     @property
+    def skips_zero_advantages(self) -> bool:
+        """Tell whether an update leaves out trajectories whose advantages are all 0: no term of the objective
+        gives them a gradient, and nothing else learns from their tokens."""
+        others = self.entropy_coef or self.entropy_target.nats is not None or self.reference.kl_coef
+        return (
+            self.batch.skip_zero_advantages
+            and self.loss.facts.zero_without_advantage
+            and not (others or self.used_teachers or self.mtp.exists)
+        )
+
+    @property
     def used_aggregation(self) -> Aggregation:
         """Return the aggregation as configured, or that of the loss's or rejection's paper."""
         return used_aggregation(self.aggregation, self.loss, self.used_rejections)

@@ -21,6 +21,8 @@ class LossFacts:
     """It weighs by the ratio to the policy that sampled, or wants no weight, which leaves no correction."""
     by_sequence: bool = True
     """The loss of a token depends on other tokens of its sequence."""
+    zero_without_advantage: bool = False
+    """The tokens of a sequence whose advantages are all 0 have neither a loss nor a gradient."""
     aggregation: Aggregation | None = None
     """The aggregation of its paper; None where the paper has several or the loss is not from one paper."""
     paper: str = ""
@@ -60,7 +62,7 @@ class ReinforceLoss(Loss):
 
     type: Literal["reinforce"] = "reinforce"
     computed_by: ClassVar[str] = "learner.algorithms.losses.reinforce:reinforce_loss"
-    stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False)
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False, zero_without_advantage=True)
 
 
 class PPOClipLoss(Loss):
@@ -69,7 +71,7 @@ class PPOClipLoss(Loss):
     type: Literal["ppo_clip"] = "ppo_clip"
     computed_by: ClassVar[str] = "learner.algorithms.losses.ppo_clip:ppo_clip_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = ("proximal",)
-    stated: ClassVar[LossFacts] = LossFacts(by_sequence=False)
+    stated: ClassVar[LossFacts] = LossFacts(by_sequence=False, zero_without_advantage=True)
 
     centre: Literal["behaviour", "proximal"] = "behaviour"
     """Centre of the clip: the policy that sampled the token, or, decoupled (arXiv:2505.24298), the policy
@@ -117,7 +119,11 @@ class GSPOLoss(Loss):
     type: Literal["gspo"] = "gspo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.gspo:gspo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GSPO (arXiv:2507.18071, eq. 5)"
+        own_ratio=True,
+        by_sequence=True,
+        zero_without_advantage=True,
+        aggregation=SequenceMean(),
+        paper="GSPO (arXiv:2507.18071, eq. 5)",
     )
 
     sequence_clip_eps: float = Field(3e-4, gt=0)
@@ -134,7 +140,11 @@ class CISPOLoss(Loss):
     type: Literal["cispo"] = "cispo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.cispo:cispo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="CISPO (arXiv:2506.13585, eq. 4)"
+        own_ratio=True,
+        by_sequence=False,
+        zero_without_advantage=True,
+        aggregation=TokenMean(),
+        paper="CISPO (arXiv:2506.13585, eq. 4)",
     )
 
     lowest_weight: float = Field(0.0, ge=0, le=1)
@@ -150,7 +160,11 @@ class SAPOLoss(Loss):
     type: Literal["sapo"] = "sapo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.sapo:sapo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=False, aggregation=SequenceMean(), paper="SAPO (arXiv:2511.20347)"
+        own_ratio=True,
+        by_sequence=False,
+        zero_without_advantage=True,
+        aggregation=SequenceMean(),
+        paper="SAPO (arXiv:2511.20347)",
     )
 
     temperature: float = Field(1.0, gt=0)
@@ -170,7 +184,11 @@ class TOPRLoss(Loss):
     type: Literal["topr"] = "topr"
     computed_by: ClassVar[str] = "learner.algorithms.losses.topr:topr_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=True, aggregation=SEQUENCE_SUM, paper="TOPR (arXiv:2503.14286, eq. 8)"
+        own_ratio=True,
+        by_sequence=True,
+        zero_without_advantage=True,
+        aggregation=SEQUENCE_SUM,
+        paper="TOPR (arXiv:2503.14286, eq. 8)",
     )
 
 
@@ -180,7 +198,7 @@ class AIPOLoss(Loss):
 
     type: Literal["aipo"] = "aipo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.aipo:aipo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False)
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, zero_without_advantage=True)
 
     ratio_cap: float = Field(5.0, gt=0)
     """Upper bound on the weight; the paper has 2 to 10."""
@@ -195,7 +213,11 @@ class GMPOLoss(Loss):
     type: Literal["gmpo"] = "gmpo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.gmpo:gmpo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GMPO (arXiv:2507.20673)"
+        own_ratio=True,
+        by_sequence=True,
+        zero_without_advantage=True,
+        aggregation=SequenceMean(),
+        paper="GMPO (arXiv:2507.20673)",
     )
 
     log_clip: float = Field(0.4, gt=0)
@@ -215,7 +237,11 @@ class VESPOLoss(Loss):
     type: Literal["vespo"] = "vespo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.vespo:vespo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=True, aggregation=TokenMean(), paper="VESPO (arXiv:2602.10693)"
+        own_ratio=True,
+        by_sequence=True,
+        zero_without_advantage=True,
+        aggregation=TokenMean(),
+        paper="VESPO (arXiv:2602.10693)",
     )
 
     power: float = Field(2.0, ge=0)
@@ -275,6 +301,7 @@ class ClipCovLoss(Loss):
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=False,
+        zero_without_advantage=True,
         aggregation=TokenMean(),
         paper="Clip-Cov (arXiv:2505.22617)",
         picks=CLIP_COV,

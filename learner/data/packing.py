@@ -69,6 +69,12 @@ class Sample:
         """Return the number of tokens that are trained."""
         return int(np.count_nonzero(self.loss_mask[1:]))
 
+    @property
+    def has_zero_advantages(self) -> bool:
+        """Tell whether each trained token has the advantage 0."""
+        advantages = np.broadcast_to(self.streams["advantages"], len(self.token_ids))
+        return not advantages[1:][self.loss_mask[1:]].any()
+
     def with_streams(self, **streams: StreamValues) -> Self:
         """Return this sample with further streams, or other values of those that it has."""
         return replace(self, streams={**self.streams, **streams})
@@ -135,7 +141,10 @@ class MicroBatch:
     images: tuple[PlacedImage, ...] = ()
     """Images among the T tokens, in order."""
     denominator: float
-    """Share of these sequences in what the sum of all token losses is divided by."""
+    """Share of these sequences, and of samples that are left out, in what the sum of all token losses is
+    divided by."""
+    left_out_tokens: int = 0
+    """Trained tokens of samples that are left out, since no gradient comes from them."""
     cut: tuple[int, ...] | None = None
     """In a rank's share, padded lengths of the sequences that are cut over context ranks, whose tokens come
     first; None where that is all of `lengths`."""
@@ -240,6 +249,20 @@ def empty_micro_batch() -> MicroBatch:
     """Return one token that is not trained: for a rank that has no more samples, but whose turn it is."""
     nothing = np.zeros(1, np.int32)
     return micro_batch_of([Sample(token_ids=nothing, loss_mask=nothing.astype(bool), streams={})])
+
+
+def counting_left_out(micro_batches: Sequence[MicroBatch], left_out: Sequence[Sample]) -> list[MicroBatch]:
+    """Return the micro-batches, of which the first counts samples that are left out: their trained tokens,
+    and their share in the denominator."""
+    if not left_out:
+        return list(micro_batches)
+    first, *others = micro_batches or [empty_micro_batch()]
+    counted = replace(
+        first,
+        denominator=first.denominator + sum(map(_denominator, left_out)),
+        left_out_tokens=sum(sample.trained_tokens for sample in left_out),
+    )
+    return [counted, *others]
 
 
 def refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) -> None:

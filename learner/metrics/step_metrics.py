@@ -145,7 +145,10 @@ def step_values(result: StepResult) -> dict[str, Json]:
         "train/lr": result.lr,
         "train/response_tokens": result.tokens,
         "train/computed_tokens": result.computed_tokens,
-        "train/computed_per_trained": result.computed_tokens / max(1, result.tokens),
+        "train/left_out_tokens": result.left_out_tokens,
+        "train/computed_per_trained": (
+            result.computed_tokens / max(1, result.tokens - result.left_out_tokens)
+        ),
         "train/skipped": result.skipped,
         **{f"policy/{name}": value for name, value in result.diagnostics.items()},
         **{f"critic/{name}": value for name, value in result.critic.items()},

@@ -274,7 +274,8 @@ class Learner:
         self._tokens_per_s = batch.tokens / seconds
         trained_on = batch_values(batch)
         self._learning_alarm.look(progress.step, trained_on)
-        flops = FORWARD_AND_BACKWARD * self._world.forward_flops(lease)
+        computed = 1 - result.left_out_tokens / max(1, result.tokens)
+        flops = FORWARD_AND_BACKWARD * self._world.forward_flops(lease) * computed
         used = await self._world.rank.in_thread(partial(utilisation, result.seconds, flops))
         row: dict[str, Json] = {
             **trained_on, **step_values(result),

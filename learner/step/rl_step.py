@@ -16,7 +16,7 @@ from learner.backends.update.step_times import StepTimes
 from learner.config.learner import LearnerConfig
 from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
 from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks
-from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
+from learner.data.packing import MicroBatch, Sample, counting_left_out, pack, refuse_oversized
 from learner.logprobs.frozen_policies import refresh_reference
 from learner.logprobs.logprobs import with_logprobs, with_own_experts
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers
@@ -115,14 +115,16 @@ def _none(batch: StepBatch) -> StepResult:
 
 
 def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[MicroBatch]:
-    """Return the micro-batches of an update on these samples, weighed and with what is picked of them all."""
+    """Return the micro-batches of an update on these samples, weighed and with what is picked of them all.
+
+    Samples that no gradient comes from are left out of them, and counted."""
     picked = with_selections(samples, learner, backend.data_parallel_group)
-    batch = learner.batch
-    return pack(
-        aggregated(picked, learner.used_aggregation),
-        batch.token_budget,
-        share_prefixes=batch.share_prefixes,
-    )
+    weighed = aggregated(picked, learner.used_aggregation)
+    batch, skips = learner.batch, learner.skips_zero_advantages
+    computed = [sample for sample in weighed if not (skips and sample.has_zero_advantages)]
+    left_out = [sample for sample in weighed if skips and sample.has_zero_advantages]
+    packs = pack(computed, batch.token_budget, share_prefixes=batch.share_prefixes)
+    return counting_left_out(packs, left_out)
 
 
 def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
@@ -137,9 +139,9 @@ others have drifted from them by the updates before."""
 def _together(updates: Sequence[StepResult]) -> StepResult:
     """Join several updates in one result.
 
-    It has the loss over the denominators of all, means by their tokens, the largest of what is a bound, the
-    largest gradient norm or one that is not finite, and the last learning rate. The mismatch is that of the
-    first update.
+    It has the loss over the denominators of all, means by the tokens that they are of, the largest of what is
+    a bound, the largest gradient norm or one that is not finite, and the last learning rate. The mismatch is
+    that of the first update.
     """
     if len(updates) == 1:
         return updates[0]
@@ -152,13 +154,14 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         for update in updates[1:]
     ]
     names = dict.fromkeys(name for figures in known for name in figures)
-    counts = [update.tokens for update in updates]
+    counts = [update.tokens - update.left_out_tokens for update in updates]
     return StepResult(
         loss=mean([(update.loss, update.denominator) for update in updates]),
         grad_norm=max((update.grad_norm for update in updates), key=_alarming),
         lr=updates[-1].lr,
         tokens=sum(update.tokens for update in updates),
         computed_tokens=sum(update.computed_tokens for update in updates),
+        left_out_tokens=sum(update.left_out_tokens for update in updates),
         denominator=sum(update.denominator for update in updates),
         skipped=any(update.skipped for update in updates),
         diagnostics={

@@ -51,7 +51,10 @@ class StepResult:
     """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
     several updates share a step (learner/step/rl_step.py): at least one of them was skipped."""
     diagnostics: dict[str, float]
-    """Means over the trained tokens; names and units in learner/algorithms/diagnostics.py."""
+    """Means over the trained tokens that went through the model; names and units in
+    learner/algorithms/diagnostics.py."""
+    left_out_tokens: int = 0
+    """Trained tokens that did not, since no gradient comes from their trajectories."""
     critic: Mapping[str, float] = field(default_factory=dict)
     """Figures of the critic's updates; their names are in learner/step/critic_step.py."""
     pairs: Mapping[str, float] = field(default_factory=dict)
@@ -244,6 +247,7 @@ class Backend(Protocol):
 
         Args:
             micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
+                Their denominators count samples that are left out of them too.
             loss: which loss to compute; one that wants other policies' log-probs finds them in the
                 micro-batches.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.

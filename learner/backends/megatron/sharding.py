@@ -113,7 +113,7 @@ def _share_of_runs(batch: MicroBatch, runs: _Runs, rank: int, **lengths: Any) ->
         experts=share_if_any(batch.experts, OWN_CHOICE),
         streams={name: share(values, STREAMS[name].fill) for name, values in batch.streams.items()},
         trained=loss_mask.nonzero()[:, 0],
-        denominator=batch.denominator if rank == 0 else 0.0,  # the sum over ranks must count it once
+        **_counts(batch, rank),
         **lengths,
     )
 
@@ -130,8 +130,16 @@ def _share_of_tree(batch: MicroBatch, tree: PrefixTree, ranks: int, rank: int, m
         tree=own,
         loss_mask=loss_mask,
         trained=loss_mask.nonzero()[:, 0],
-        denominator=batch.denominator if rank == 0 else 0.0,  # the sum over ranks must count it once
+        **_counts(batch, rank),
     )
+
+
+def _counts(batch: MicroBatch, rank: int) -> dict[str, Any]:
+    """Give the counts of the whole micro-batch to the first rank: the sum over ranks must have them once."""
+    return {
+        "denominator": batch.denominator if rank == 0 else 0.0,
+        "left_out_tokens": batch.left_out_tokens if rank == 0 else 0,
+    }
 
 
 def _padded_lengths(lengths: Sequence[int], ranks: int, multiple: int) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ class UpdateCounts:
         self.not_finite_in_a_row = not_finite_in_a_row(
             self.not_finite_in_a_row, mean_loss, norm, config, "optimizer"
         )
-        diagnostics = step_diagnostics(sums, tokens)
+        left_out = int(sums["left_out_tokens"])
+        diagnostics = step_diagnostics(sums, tokens - left_out)
         if self.entropy_bonus is not None:
             diagnostics["entropy_coef"] = objective.entropy_coef
             if updated:
@@ -80,6 +81,7 @@ class UpdateCounts:
             denominator=sums["denominator"],
             skipped=not updated,
             diagnostics=diagnostics,
+            left_out_tokens=left_out,
             pairs=pair_means(sums),
         )
 

@@ -70,8 +70,17 @@ class MicroBatchLoss:
         loss_sum = output[0] if is_fused else losses.sum()
         # Filled on the device: a copy of a number from the host would make it wait for the forward pass.
         count = torch.full((), len(tokens.labels), dtype=torch.int, device=losses.device)
-        counts = {"denominator": self.batch.denominator, "computed_tokens": self.batch.computed_tokens}
-        sums |= {"loss": loss_sum.detach(), "trained_tokens": count, "entropy": entropy.detach().sum()}
+        left_out = self.batch.left_out_tokens
+        counts = {
+            "denominator": self.batch.denominator,
+            "computed_tokens": self.batch.computed_tokens,
+            "left_out_tokens": left_out,
+        }
+        sums |= {
+            "loss": loss_sum.detach(),
+            "trained_tokens": count + left_out,
+            "entropy": entropy.detach().sum(),
+        }
         for name, value in counts.items():
             sums[name] = torch.full((), value, dtype=torch.float64, device=losses.device)
         if objective.loss.facts.of_samples:
@@ -121,7 +130,7 @@ def pair_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """Means over the trained tokens from the sums of an update; none when no token was trained."""
+    """Return means over so many computed tokens from the sums of an update; none without tokens."""
     if tokens == 0:
         return {}
     means = {"entropy_nats": sums["entropy"] / tokens}

@@ -73,7 +73,9 @@ class TorchBackend:
     ) -> StepResult:
         config = self.optimizer_config
         lr = config.lr * min(1.0, (self.updates_done + 1) / max(1, config.warmup_steps))
-        tokens = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
+        computed = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
+        left_out = sum(batch.left_out_tokens for batch in micro_batches)
+        denominator = sum(batch.denominator for batch in micro_batches)
         self.optimizer.zero_grad()
         total, entropies = 0.0, 0.0
         for batch in micro_batches:
@@ -83,7 +85,7 @@ class TorchBackend:
             if not isinstance(getattr(loss, "loss", loss), SFTLoss):
                 ratio = torch.exp(logprobs.detach() - batch.of_trained("behaviour_logprobs"))
                 weights = ratio.clamp(max=TRUNCATION_CAP) * batch.of_trained("advantages")
-            mean = -(weights * logprobs).sum() / tokens
+            mean = -(weights * logprobs).sum() / denominator
             mean.backward()
             total, entropies = total + mean.item(), entropies + entropy.sum().item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad).item()
@@ -92,14 +94,15 @@ class TorchBackend:
             group["lr"] = lr
         self.optimizer.step()
         self.updates_done += 1
-        diagnostics = {"entropy_nats": entropies / tokens}
+        diagnostics = {"entropy_nats": entropies / computed} if computed else {}
         return StepResult(
             loss=total,
             grad_norm=norm,
             lr=lr,
-            tokens=tokens,
+            tokens=computed + left_out,
             computed_tokens=sum(len(batch.tokens) for batch in micro_batches),
-            denominator=tokens,
+            left_out_tokens=left_out,
+            denominator=denominator,
             skipped=False,
             diagnostics=diagnostics,
         )
