@@ -33,7 +33,8 @@ class TrainedFacts(NamedTuple):
     advantage: float
     """Mean over its trained tokens."""
     ratios: ImportanceRatios | None
-    """None where they are not known, as in a step that trained the critic alone."""
+    """None where they are not known: in a step that trained the critic alone, and of a trajectory that its
+    update has left out."""
 
 
 def write(run: Path, step: int, facts: Mapping[str, TrainedFacts]) -> None:
