@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,19 +19,21 @@ from bus.messages import Prompt
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.work_progress import long_work
 from bus.server.nats_server import nats_binary
+from bus.topology import MIB
 from launch.checks.engine_check import refuse_no_sglang
 from launch.checks.model_check import refuse_models
 from launch.checks.resumption import finished
-from launch.checks.weights_transport import transport_remark
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import (
     model_directory,
     model_here,
+    model_on_disk,
     refuse_full_context,
     refuse_headless_model,
     refuse_other_angles,
 )
 from launch.model_files.vision_checks import refuse_unfit_vision
+from launch.model_files.weight_files import weight_files
 from launch.process.record_trust import unsigned_remark
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.recorded_runs import going_on
@@ -47,6 +50,70 @@ from storage.prompt_files.pairs import load_pairs
 from storage.prompt_files.rows import read_rows
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element by dtype."""
+
+
+def transport_remark(config: RunConfig) -> str:
+    """Say how large the published weights are and which transport carries them; nothing where the model's
+    files are not on this host, or cannot be read, of which whoever loads the model says what is wrong.
+
+    Raises `ConfigError` for weights that are too large for the stream which is set for them."""
+    transport, stream_bytes = config.learner.publication.transport, config.bus.streams.weights_mib * MIB
+    if config.model.path is None:
+        return ""
+    model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    try:
+        size = elements(model) * _item_bytes(config)
+    except (OSError, ValueError):
+        return ""
+    if not transport.fits(size, stream_bytes):
+        raise ConfigError(
+            f"learner.publication.transport.type={transport.type}: {size >> 20} MiB of weights are more than "
+            f"a fourth of bus.streams.weights_mib={config.bus.streams.weights_mib}, which holds several "
+            f"versions: {_remedy(config)}"
+        )
+    chosen = transport.chosen(size, stream_bytes)
+    reached = ", from the learner's host" if chosen.served_by_learner else ""
+    whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
+    return f"A snapshot of the weights{whose} has {size / 1e6:,.0f} MB and goes by {chosen.type}{reached}."
+
+
+def _item_bytes(config: RunConfig) -> int:
+    """Return the bytes of a published element, as far as they do not depend on the learner's host."""
+    dtype = config.learner.publish_dtype
+    if dtype == "auto":
+        dtype = config.model.dtype
+    if dtype == "auto" and config.model.numerics == "exact":
+        dtype = "float32"
+    return ITEM_BYTES.get(dtype, ITEM_BYTES["bfloat16"])
+
+
+def _remedy(config: RunConfig) -> str:
+    """Return what to set; a further policy's weights must outlive its learner, so HTTP does not serve."""
+    if config.trains == DEFAULT_POLICY:
+        return "set the type to auto, http or files"
+    return (
+        f"set policies.{config.trains}.learner.publication.transport.type=files, with a directory that all "
+        "hosts mount, or a larger bus.streams.weights_mib"
+    )
+
+
+def elements(model: Path) -> int:
+    """Return the number of elements of all weights in the safetensors files of a directory.
+
+    Raises `OSError` or `ValueError` where there are none, or one is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for name in weight_files(model):
+        try:
+            with safe_open(model / name, framework="numpy") as opened:
+                total += sum(prod(opened.get_slice(key).get_shape()) for key in opened.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{name} is damaged ({error})") from error
+    return total
 
 
 def scratch_tokens(prompt: Prompt) -> int:

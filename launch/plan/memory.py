@@ -315,7 +315,7 @@ def learner_host(
     Two sets of buffers take turns for publications (learner/publication/host_copy.py), which all ranks divide
     unless adapters are trained, and what is written beside them has a copy while the disk is slow
     (snapshot_writer.py); of what each rank has
-    on its GPU a checkpoint makes a copy (learner/host_memory/state_copies.py); frozen policies lie on the
+    on its GPU a checkpoint makes a copy (learner/host_memory/copies.py); frozen policies lie on the
     host, and the current one beside them; so does what the optimizer offloads."""
     here = max(1, min(ranks, learner.world.processes))
     saved = (rank.weights + rank.optimizer) * here if model.on_gpu else 0

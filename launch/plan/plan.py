@@ -1,14 +1,17 @@
 """What a configuration costs on given GPUs: memory, seconds, and who waits for whom."""
 
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from actors.engines.sglang.server.gpu_count import gpus_of_engine
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
-from launch.plan.alternatives import alternatives
 from launch.plan.memory import (
     Model,
     RankMemory,
@@ -17,17 +20,172 @@ from launch.plan.memory import (
     learner_host,
     learner_rank,
 )
-from launch.plan.sizes import kv_bytes
-from launch.plan.speed import decode_tokens_per_s, mfu, step_flops
+from launch.plan.sizes import is_mixture, kv_bytes, size
 from launch.plan.weights import weights_of
-from launch.settings.run_config import RunConfig
+from launch.settings.run_config import RunConfig, merge
 from learner.backends.shared.trainable import TrainableWeights
-from learner.backends.suitability import refuse_untrainable
+from learner.backends.suitability import refuse_untrainable, trains
 from learner.config.backend import refuse_other_world
+from learner.config.learner import LearnerConfig
+from learner.config.model import ModelConfig
+from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops
 from learner.initial.scratch_model import scratch_config
 from learner.metrics.gpus import Gpu
 from learner.model_directories.model_directory import load_hf_config
 from storage.disk.run_directory import RunDirectory
+
+LARGE = 1_500_000_000
+"""Parameters from which the figures of large models stand, and below which those of small ones."""
+MFU = {
+    ("megatron", "small"): 0.47,
+    ("megatron", "large"): 0.54,
+    ("megatron", "small mixture"): 0.24,
+    ("megatron", "large mixture"): 0.35,
+    ("fsdp", "small"): 0.35,
+    ("fsdp", "large"): 0.40,
+    ("fsdp", "small mixture"): 0.28,
+    ("fsdp", "large mixture"): 0.28,
+}
+"""Measured share of a GPU's peak FLOPs by backend and kind of model, without recompute: a Qwen3-0.6B, the
+shapes of 1.7B to 8B, a mixture of 1.0 billion weights, four layers of a 30B-A3B. Large models on FSDP are not
+measured: the dense ones go by the ratio of the 0.6B, the mixture by the small one."""
+RECOMPUTED = 0.80
+"""Speed with full recompute, in units of that without: 0.80 of the 0.6B and of the 8B shape."""
+LORA = 1.03
+"""Speed of adapters of the 0.6B, in units of whole weights."""
+SHARED = {"data": 0.96, "tensor": 0.5, "context": 0.43, "expert": 0.84}
+"""Speed a GPU of two in units of one alone, by what they share. Layers of larger models lose less."""
+PIPELINE = 0.84
+"""The same of two stages, apart from the time that they idle while a pipeline fills and drains."""
+DECODE_STEP_S = 0.006
+"""Seconds of a step of SGLang besides reading weights and keys: 256 answers of a 0.6B grow by 38,200 tokens a
+second (docs/performance.md)."""
+BANDWIDTH = 0.6
+"""Share of its bandwidth at which a GPU reads weights and keys; assumed, not measured."""
+
+
+def mfu(model: Model, learner: LearnerConfig, ranks: int, micro_batches: int) -> float:
+    """Return the share of the peak FLOPs that ranks of this layout reach, recomputed work not counted."""
+    config, parallel = model.hf_config.get_text_config(), learner.parallel
+    kind = "large" if model.parameters >= LARGE else "small"
+    if is_mixture(config, model.layers - 1):
+        kind += " mixture"
+    found = MFU[learner.backend, kind]
+    found *= RECOMPUTED if parallel.recompute == "full" else 1.0
+    found *= LORA if learner.lora.exists else 1.0
+    for name in ("tensor", "context", "expert"):
+        found *= SHARED[name] if getattr(parallel, name) > 1 else 1.0
+    if parallel.pipeline > 1:
+        waiting = (parallel.pipeline - 1) / parallel.virtual_pipeline
+        found *= PIPELINE * micro_batches / (micro_batches + waiting)
+    if ranks > parallel.tensor * parallel.context * parallel.pipeline:
+        found *= SHARED["data"]
+    return found
+
+
+def step_flops(hf_config: PretrainedConfig, sequences: int, tokens: int) -> float:
+    """Return the FLOPs of a step on sequences of so many tokens, forward and backward, without recompute."""
+    return FORWARD_AND_BACKWARD * forward_flops(hf_config, tokens) * sequences
+
+
+def decode_tokens_per_s(model: Model, gpu: Gpu, gpus: int, requests: float, context: int) -> float:
+    """Return the tokens a second of one engine on `gpus` of a host, at so many requests of a mean context.
+
+    A step adds a token to each request. It reads the weights once, of a mixture all experts that some request
+    chose, and all keys and values."""
+    read = sum(one.elements * _chosen(model, one.sharing == "expert", requests) for one in model.weights)
+    bytes_read = read * 2 + requests * context * kv_bytes(model.hf_config)
+    return requests / (DECODE_STEP_S + bytes_read / (gpus * gpu.bytes_per_s * BANDWIDTH))
+
+
+def _chosen(model: Model, is_expert: bool, requests: float) -> float:
+    """Return the share of weights of this kind that a decoding step reads: an expert is not read where no
+    request has chosen it."""
+    config = model.hf_config.get_text_config()
+    experts = size(config, "num_experts", "n_routed_experts", "num_local_experts")
+    if not is_expert or not experts:
+        return 1.0
+    return 1 - math.pow(1 - size(config, "num_experts_per_tok") / experts, requests)
+
+
+LEAST_TOKENS = 2048
+"""Smallest micro-batch that is tried: matrix products of fewer tokens are slow."""
+SIZES = (2, 4, 8, 16)
+"""Numbers of ranks that share layers, experts or the depth of a model."""
+LORA_RANK = 16
+Flags = dict[str, str | int]
+
+
+def alternatives(
+    learner: LearnerConfig, model: Model, gpus: int, longest: int
+) -> Iterator[tuple[tuple[str, ...], LearnerConfig]]:
+    """Yield flags to add, and the settings with them: full recompute; besides it smaller micro-batches, down
+    to the longest sequence; besides them more ranks for each model (tensor, then expert, then pipeline), on
+    more of the GPUs where need be; moments in bfloat16; FSDP; at last adapters instead of whole weights."""
+    has_fsdp = trains("fsdp", model.hf_config)
+    for flags in _flags(learner, gpus, longest):
+        if flags.get("learner.backend") == "fsdp" and not has_fsdp:
+            continue
+        try:
+            changed = LearnerConfig.model_validate(_with(learner, flags))
+            ranks = changed.world.processes * changed.world.nodes
+            refuse_other_world(changed.parallel, ranks, changed.backend)
+            if changed.backend == "megatron":
+                refuse_untrainable(ModelConfig(), "megatron", model.hf_config, changed.parallel)
+        except (ValidationError, ConfigError):  # not of this model, or not beside the other settings
+            continue
+        yield tuple(f"--{name.replace('_', '-')} {value}" for name, value in flags.items()), changed
+
+
+def _flags(learner: LearnerConfig, gpus: int, longest: int) -> Iterator[Flags]:
+    least: Flags = {"learner.parallel.recompute": "full"}
+    yield dict(least)
+    tokens = learner.batch.token_budget // 2
+    while tokens >= max(LEAST_TOKENS, longest):
+        least["learner.batch.tokens_per_micro_batch"] = tokens
+        yield dict(least)
+        tokens //= 2
+    moments: Flags = {"learner.optimizer.state_dtype": "bfloat16"}
+    layouts = list(_layouts(learner, gpus))
+    for layout in layouts:
+        yield {**least, **layout}
+    yield {**least, **moments}
+    for layout in layouts:
+        yield {**least, **layout, **moments}
+    for more in ({}, moments):
+        for ranks in _more_ranks(learner, gpus):
+            yield {**least, "learner.backend": "fsdp", **ranks, **more}
+    yield {**least, "learner.lora.rank": LORA_RANK}
+
+
+def _layouts(learner: LearnerConfig, gpus: int) -> Iterator[Flags]:
+    for wanted in SIZES:
+        for ranks in _more_ranks(learner, gpus):
+            yield {"learner.parallel.tensor": wanted, "learner.parallel.sequence": "true", **ranks}
+    for name in ("expert", "pipeline"):
+        for wanted in SIZES:
+            for ranks in _more_ranks(learner, gpus):
+                yield {f"learner.parallel.{name}": wanted, **ranks}
+
+
+def _more_ranks(learner: LearnerConfig, gpus: int) -> Iterator[Flags]:
+    """Yield nothing to add, and then more ranks on each host."""
+    yield {}
+    nodes, processes = learner.world.nodes, learner.world.processes
+    for wanted in SIZES:
+        if wanted > processes and wanted * nodes <= gpus:
+            yield {"learner.world.processes": wanted}
+
+
+def _with(learner: LearnerConfig, flags: Mapping[str, str | int]) -> dict[str, Any]:
+    found: dict[str, Any] = learner.model_dump()
+    for name, value in flags.items():
+        layer: Any = value
+        for part in reversed(name.split(".")[1:]):
+            layer = {part: layer}
+        found = merge(found, layer)
+    return found
+
 
 GIB = 1 << 30
 CONTEXT_BYTES = 1 << 30

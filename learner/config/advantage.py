@@ -42,14 +42,14 @@ class GRPOAdvantage(RelativeAdvantage):
     """Reward relative to the agent's other rewards in its group."""
 
     type: Literal["grpo"] = "grpo"
-    computed_by: ClassVar[str] = "learner.algorithms.advantages.grpo:grpo_advantages"
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:grpo_advantages"
 
 
 class RLOOAdvantage(AdvantageEstimator):
     """Reward less the mean of the agent's other rewards in its group (arXiv:2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
-    computed_by: ClassVar[str] = "learner.algorithms.advantages.rloo:rloo_advantages"
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:rloo_advantages"
 
 
 class OAPLAdvantage(AdvantageEstimator):
@@ -57,7 +57,7 @@ class OAPLAdvantage(AdvantageEstimator):
     (arXiv:2602.19362)."""
 
     type: Literal["oapl"] = "oapl"
-    computed_by: ClassVar[str] = "learner.algorithms.advantages.oapl:oapl_advantages"
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:oapl_advantages"
 
     value_kl_weight: float = Field(1.0, gt=0)
     """Number b, in units of the reward: a small one makes the best reward of the group its value, a large one
@@ -69,7 +69,7 @@ class MaxRLAdvantage(AdvantageEstimator):
     least 0."""
 
     type: Literal["maxrl"] = "maxrl"
-    computed_by: ClassVar[str] = "learner.algorithms.advantages.maxrl:maxrl_advantages"
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:maxrl_advantages"
     takes_negative_rewards: ClassVar[bool] = False
 
 
@@ -78,7 +78,7 @@ class GDPOAdvantage(AdvantageEstimator):
     (arXiv:2601.05242)."""
 
     type: Literal["gdpo"] = "gdpo"
-    computed_by: ClassVar[str] = "learner.algorithms.advantages.gdpo:gdpo_advantages"
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:gdpo_advantages"
     whitens: ClassVar[bool] = True
 
     rewards: dict[str, float] = Field(min_length=1)
@@ -142,7 +142,7 @@ class HierarchicalAdvantage(RelativeAdvantage):
     """Some agents are compared within their episode, the others with themselves in the other episodes."""
 
     type: Literal["hierarchical"] = "hierarchical"
-    computed_by: ClassVar[str] = "learner.algorithms.advantages.hierarchical:hierarchical_advantages"
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:hierarchical_advantages"
 
     within_episode: tuple[str, ...] = Field(min_length=1)
     """Agents whose trajectories in an episode are attempts at the same thing, such as the solvers of a

@@ -51,7 +51,7 @@ class NoCorrection(Correction):
     """Every token counts as if the policy of the loss had sampled it."""
 
     type: Literal["none"] = "none"
-    computed_by: ClassVar[str] = "learner.algorithms.corrections.bounds:uncorrected"
+    computed_by: ClassVar[str] = "learner.algorithms.corrections:uncorrected"
     by_sequence: ClassVar[bool] = False
 
     @property
@@ -64,7 +64,7 @@ class TokenTIS(Correction):
     """Importance weight of each token, truncated from above (truncated importance sampling)."""
 
     type: Literal["token_tis"] = "token_tis"
-    computed_by: ClassVar[str] = "learner.algorithms.corrections.token_tis:token_tis"
+    computed_by: ClassVar[str] = "learner.algorithms.corrections:token_tis"
     by_sequence: ClassVar[bool] = False
 
     truncation_cap: float = Field(2.0, gt=0)
@@ -100,7 +100,7 @@ class SequenceTIS(Correction):
     """
 
     type: Literal["sequence_tis"] = "sequence_tis"
-    computed_by: ClassVar[str] = "learner.algorithms.corrections.sequence_tis:sequence_tis"
+    computed_by: ClassVar[str] = "learner.algorithms.corrections:sequence_tis"
 
     over: Literal["product", "mean"] = "product"
     """The product of the tokens' ratios, which is exact, or their geometric mean, which varies less."""
@@ -161,7 +161,7 @@ class TokenRange(Rejection):
     """Tokens are rejected whose importance ratio lies outside of a range (IcePop, arXiv:2510.18855)."""
 
     type: Literal["token_range"] = "token_range"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:token_range"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:token_range"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     aggregation: ClassVar[Aggregation | None] = SequenceMean()
@@ -179,7 +179,7 @@ class BinaryTV(Rejection):
     arXiv:2602.04879)."""
 
     type: Literal["binary_tv"] = "binary_tv"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_tv"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:binary_tv"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
@@ -193,7 +193,7 @@ class BinaryKL(Rejection):
     arXiv:2602.04879)."""
 
     type: Literal["binary_kl"] = "binary_kl"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_kl"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:binary_kl"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
@@ -207,7 +207,7 @@ class BinaryKLTwoWay(Rejection):
     and whatever their advantage (KPop, ringtech.notion.site/kpop)."""
 
     type: Literal["binary_kl_two_way"] = "binary_kl_two_way"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_kl_two_way"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:binary_kl_two_way"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "KPop (ringtech.notion.site/kpop)"
@@ -242,7 +242,7 @@ class SequenceRange(Rejection):
     `over = "product"` and sequence TIS, masked importance sampling."""
 
     type: Literal["sequence_range"] = "sequence_range"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:sequence_range"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:sequence_range"
 
     over: Literal["product", "mean"] = "mean"
     """The product of the tokens' ratios, or their geometric mean."""
@@ -258,7 +258,7 @@ class Veto(Rejection):
     """Sequences are rejected in which a token has become nearly impossible."""
 
     type: Literal["veto"] = "veto"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:veto"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:veto"
 
     smallest: float = Field(1e-4, gt=0, lt=1)
     """Smallest ratio of any token of a sequence that is trained on."""
@@ -269,7 +269,7 @@ class NegativeDivergence(Rejection):
     of DeepSeek-V3.2, arXiv:2512.02556)."""
 
     type: Literal["negative_divergence"] = "negative_divergence"
-    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:negative_divergence"
+    computed_by: ClassVar[str] = "learner.algorithms.rejections:negative_divergence"
 
     largest_drop: float = Field(1e-4, gt=0)
     """Largest mean drop of the log-probs, in nats a token, that is trained on."""

@@ -61,7 +61,7 @@ class ReinforceLoss(Loss):
     truncated importance sampling (IMPALA's policy gradient, arXiv:1802.01561)."""
 
     type: Literal["reinforce"] = "reinforce"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.reinforce:reinforce_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:reinforce_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False, zero_without_advantage=True)
 
 
@@ -69,7 +69,7 @@ class PPOClipLoss(Loss):
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7)."""
 
     type: Literal["ppo_clip"] = "ppo_clip"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.ppo_clip:ppo_clip_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:ppo_clip_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = ("proximal",)
     stated: ClassVar[LossFacts] = LossFacts(by_sequence=False, zero_without_advantage=True)
 
@@ -117,7 +117,7 @@ class GSPOLoss(Loss):
     """
 
     type: Literal["gspo"] = "gspo"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.gspo:gspo_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gspo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=True,
@@ -138,7 +138,7 @@ class CISPOLoss(Loss):
     (arXiv:2506.13585)."""
 
     type: Literal["cispo"] = "cispo"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.cispo:cispo_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:cispo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=False,
@@ -158,7 +158,7 @@ class SAPOLoss(Loss):
     """Policy gradient with a soft gate in place of a clip (arXiv:2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.sapo:sapo_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:sapo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=False,
@@ -182,7 +182,7 @@ class TOPRLoss(Loss):
     """
 
     type: Literal["topr"] = "topr"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.topr:topr_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:topr_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=True,
@@ -197,7 +197,7 @@ class AIPOLoss(Loss):
     arXiv:2505.24034)."""
 
     type: Literal["aipo"] = "aipo"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.aipo:aipo_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:aipo_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, zero_without_advantage=True)
 
     ratio_cap: float = Field(5.0, gt=0)
@@ -211,7 +211,7 @@ class GMPOLoss(Loss):
     """
 
     type: Literal["gmpo"] = "gmpo"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.gmpo:gmpo_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gmpo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=True,
@@ -235,7 +235,7 @@ class VESPOLoss(Loss):
     """
 
     type: Literal["vespo"] = "vespo"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.vespo:vespo_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:vespo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=True,
@@ -266,7 +266,7 @@ class RegressionLoss(Loss):
     """
 
     type: Literal["regression"] = "regression"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.regression:regression_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:regression_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=True,
@@ -296,7 +296,7 @@ class ClipCovLoss(Loss):
     """
 
     type: Literal["clip_cov"] = "clip_cov"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.covariance:clip_cov_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:clip_cov_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = CLIP_COV.settings
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
@@ -340,7 +340,7 @@ class KLCovLoss(Loss):
     """
 
     type: Literal["kl_cov"] = "kl_cov"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.covariance:kl_cov_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:kl_cov_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = KL_COV.settings
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
@@ -379,7 +379,7 @@ class SFTLoss(Loss):
     """Supervised fine-tuning: negative log-likelihood of the tokens under the mask."""
 
     type: Literal["sft"] = "sft"
-    computed_by: ClassVar[str] = "learner.algorithms.losses.sft:sft_loss"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:sft_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, of_samples=False)
 
 

@@ -22,7 +22,7 @@ from learner.data.prefix_tree import (
 )
 from learner.data.streams import STREAMS, StreamValues, pack_streams
 from learner.data.top_tokens import TopTokens, pack_top_tokens
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 
 OWN_CHOICE = -1
 """In the place of an expert: the learner's own router chooses."""

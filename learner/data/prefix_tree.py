@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bus.config import LEAST_SHARED
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 from storage.shard.shared_prefixes import common_length
 
 

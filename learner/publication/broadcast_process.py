@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from bus.errors import TrainingError
-from learner.host_memory.transfer import lock_pages
+from learner.host_memory.copies import lock_pages
 
 Line = dict[str, Any]
 _output = 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.host_memory.transfer import page_bytes
+from learner.host_memory.copies import page_bytes
 from storage.weights.tensors import TORCH_DTYPES, Weights, in_order
 
 Bytes = NDArray[np.uint8]

@@ -35,8 +35,7 @@ from learner.publication.probe import ProbeTurns
 from learner.publication.publisher import WeightPublisher
 from learner.publication.tensor_encoder import publishing_threads
 from learner.publication.unchanged_weights import why_unchanged
-from learner.run.best_checkpoint import BestCheckpoint
-from learner.run.checkpointing import Checkpointing
+from learner.run.checkpointing import BestCheckpoint, Checkpointing
 from learner.run.colocation import Device
 from learner.run.evaluation import HeldOut
 from learner.run.long_wait import LongWait

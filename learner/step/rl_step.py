@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
+from statistics import fmean
 
 from bus.requests import GroupRef
 from bus.trajectory import Groups
@@ -11,18 +12,68 @@ from learner.algorithms.aggregation import aggregated
 from learner.algorithms.hooks import figures_after_step, optimizer_of_step, with_processed_rewards
 from learner.algorithms.losses.objective import Objective
 from learner.algorithms.selection import with_selections
-from learner.backends.contract.backend import Backend, StepResult
+from learner.backends.contract.backend import Backend, CriticUpdate, StepResult
 from learner.backends.update.step_times import StepTimes
 from learner.config.learner import LearnerConfig
 from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
 from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks
-from learner.data.packing import MicroBatch, Sample, counting_left_out, pack, refuse_oversized
+from learner.data.packing import (
+    MicroBatch,
+    Sample,
+    counting_left_out,
+    pack,
+    refuse_oversized,
+    without_experts,
+)
 from learner.logprobs.frozen_policies import refresh_reference
 from learner.logprobs.logprobs import with_logprobs, with_own_experts
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers
-from learner.logprobs.values import with_values
+from learner.logprobs.values import critic_of, with_values
 from learner.progress.lineage import TrainedStep
-from learner.step.critic_step import train_critic
+
+
+def train_critic(
+    backend: Backend, updates: Sequence[Sequence[Sample]], learner: LearnerConfig
+) -> dict[str, float]:
+    """Update the critic on the samples of each of the step's updates, `critic.epochs` times over all of them.
+
+    Every rank calls this, with its own samples, which have `values` and `value_targets`. Returns the figures
+    of the step: `value_loss` and `clipped_fraction` are means over its updates, `explained_variance`,
+    `value_mean` and `target_mean` are of the first epoch, `grad_norm` is the largest, `lr` the last, and
+    `skipped_updates` a count.
+    """
+    critic, ranks = critic_of(backend), backend.data_parallel_group
+    budget, share = learner.batch.token_budget, learner.batch.share_prefixes
+    batches = [
+        equally_many(pack(without_experts(samples), budget, share_prefixes=share), ranks)
+        for samples in updates
+    ]
+    epochs = [
+        [critic.train_step(batch, learner.critic) for batch in batches] for _ in range(learner.critic.epochs)
+    ]
+    return _figures([update for epoch in epochs for update in epoch], epochs[0], learner.critic.loss_coef)
+
+
+def _figures(
+    updates: Sequence[CriticUpdate], first_epoch: Sequence[CriticUpdate], loss_coef: float
+) -> dict[str, float]:
+    trained = [update for update in updates if update.values]
+    if not trained:
+        return {"skipped_updates": float(len(updates))}
+    before = [update for update in first_epoch if update.values]
+    weights = [float(update.values) for update in trained]
+    known = [update.explained_variance for update in before if update.explained_variance is not None]
+    explained = {"explained_variance": fmean(known)} if known else {}
+    return {
+        "value_loss": fmean((update.loss / loss_coef for update in trained), weights),
+        "clipped_fraction": sum(update.clipped for update in trained) / sum(weights),
+        **explained,
+        "value_mean": fmean((update.value_mean for update in before), [float(u.values) for u in before]),
+        "target_mean": fmean((update.target_mean for update in before), [float(u.values) for u in before]),
+        "grad_norm": max(update.grad_norm for update in trained),
+        "lr": updates[-1].lr,
+        "skipped_updates": float(sum(update.skipped for update in updates)),
+    }
 
 
 def train_on(

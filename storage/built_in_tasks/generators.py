@@ -10,11 +10,9 @@ from random import Random
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from storage.built_in_tasks import agent_demonstrations as agents
+from storage.built_in_tasks import demonstrations as shown
 from storage.built_in_tasks import lookup_tasks as lookups
 from storage.built_in_tasks import picture_tasks as pictures
-from storage.built_in_tasks import python_demonstrations as python
-from storage.built_in_tasks import repair_task as repairs
 from storage.built_in_tasks import tiny_repositories as repositories
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
@@ -264,21 +262,24 @@ TASKS = {
     "addition": BuiltInTask(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
     "product": BuiltInTask(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
     "python": BuiltInTask(
-        python.power_problem, python.power_demonstration, problems=python.POWER_PROBLEMS, wrong_share=0.5
+        shown.power_problem,
+        shown.power_demonstration,
+        problems=shown.POWER_PROBLEMS,
+        wrong_share=0.5,
     ),
     "retool": BuiltInTask(
-        python.multiple_problem,
-        python.multiple_demonstration,
-        problems=python.MULTIPLE_PROBLEMS,
+        shown.multiple_problem,
+        shown.multiple_demonstration,
+        problems=shown.MULTIPLE_PROBLEMS,
         wrong_share=0.6,
     ),
     "repair": BuiltInTask(
-        repairs.repair_problem,
-        repairs.repair_demonstration,
-        problems=repairs.REPAIRS,
+        shown.repair_problem,
+        shown.repair_demonstration,
+        problems=shown.REPAIRS,
         wrong_share=0.6,
         heldout=64,
-        metadata=repairs.repair_files,
+        metadata=shown.repair_files,
     ),
     "repositories": BuiltInTask(
         repositories.repository_problem,
@@ -289,19 +290,19 @@ TASKS = {
         metadata=repositories.repository_files,
     ),
     "guess": BuiltInTask(
-        agents.guess_problem,
-        agents.guess_demonstration,
-        problems=agents.GUESS_PROBLEMS,
+        shown.guess_problem,
+        shown.guess_demonstration,
+        problems=shown.GUESS_PROBLEMS,
         wrong_share=0.4,
     ),
     "nim": BuiltInTask(
-        agents.nim_problem,
-        agents.nim_demonstration,
-        problems=agents.NIM_PROBLEMS,
+        shown.nim_problem,
+        shown.nim_demonstration,
+        problems=shown.NIM_PROBLEMS,
         wrong_share=0.4,
         heldout=64,
     ),
-    "panel": BuiltInTask(agents.panel_problem, agents.panel_demonstration, problems=10**4, wrong_share=0.6),
+    "panel": BuiltInTask(shown.panel_problem, shown.panel_demonstration, problems=10**4, wrong_share=0.6),
     "search": BuiltInTask(
         lookups.search_problem,
         lookups.search_demonstration,
@@ -321,5 +322,5 @@ TASKS = {
         heldout=128,
         demonstrations=160 * 64,  # those that the preset takes; pictures take longer to draw than texts
     ),
-    "debate": BuiltInTask(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
+    "debate": BuiltInTask(shown.panel_problem, shown.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

@@ -4,21 +4,130 @@ There is no bus here and no clock, so that any order of events can be tested. Ch
 `Ledger.flush`, which the dispatcher calls before anybody else hears of them.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
+from statistics import pstdev
 from typing import Literal
 
 from bus.errors import FencedError
 from bus.images import NO_IMAGES
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
-from storage.dispatch.ess_brake import EssBrake
-from storage.dispatch.groups_ahead import GroupsAhead
 from storage.ledger.given_groups import Use
 from storage.ledger.ledger import COMMITTED, Ledger
 from storage.ledger.sampling import Choice, StepRequest, choose, expired, lacking, room
-from storage.settings.admission import AdmissionConfig
+from storage.settings.admission import AdmissionConfig, EssBrakeConfig
 from storage.shard.ingest_checks import NEWEST_VERSION
+
+FACT = "ess_brake"
+"""Fact of the ledger: where the brake stands, as JSON."""
+
+
+class EssBrake:
+    """Says whether only what the next step needs may be issued.
+
+    It begins to hold after `steps` steps in a row whose effective sample size was below the threshold, and
+    lets go after as many in a row at or above it. Each published version says the figure of the step that
+    made it; one without a figure changes nothing. The ledger keeps where it stands, so that a restart of
+    storage lets go of nothing.
+    """
+
+    def __init__(self, ledger: Ledger, config: EssBrakeConfig) -> None:
+        """Go on from what the ledger says; without a threshold it never holds."""
+        self._ledger = ledger
+        self._config = config
+        found = json.loads(ledger.facts.get(FACT, "{}")) if config.below is not None else {}
+        self.holds = bool(found.get("holds", False))
+        self._in_a_row = int(found.get("in_a_row", 0))
+        """Steps in a row whose figure speaks for the other state than the present one."""
+        self._latest: tuple[str, int] = (found.get("incarnation", ""), found.get("version", -1))
+        """Learner and version that were counted last: a version may be announced again."""
+        self._fraction = float(found.get("fraction", 1.0))
+
+    def hear(self, manifest: PolicyManifest) -> None:
+        """Count the step that made a version, once."""
+        below, fraction = self._config.below, manifest.ess_fraction
+        version = (manifest.incarnation, manifest.policy_version)
+        if below is None or fraction is None or version == self._latest:
+            return
+        if manifest.incarnation != self._latest[0]:  # it may have come back from steps that no longer count
+            self._in_a_row = 0
+        self._latest, self._fraction = version, fraction
+        self._in_a_row = self._in_a_row + 1 if (fraction < below) != self.holds else 0
+        if self._in_a_row >= self._config.steps:
+            self.holds, self._in_a_row = not self.holds, 0
+        self._ledger.set_fact(FACT, self._state())
+
+    def _state(self) -> str:
+        return json.dumps({
+            "holds": self.holds,
+            "in_a_row": self._in_a_row,
+            "incarnation": self._latest[0],
+            "version": self._latest[1],
+            "fraction": self._fraction,
+        })  # fmt: skip
+
+    @property
+    def reason(self) -> str:
+        """Return why leases are held back, in words; nothing while it does not hold."""
+        if not self.holds:
+            return ""
+        return (
+            f"waiting for the effective sample size: it was {self._fraction:.3f} in the step of version "
+            f"{self._latest[1]}, and admission.ess_brake lets go after {self._config.steps} steps in a row "
+            f"of at least {self._config.below:g}; until then leases are issued for the next step alone"
+        )
+
+
+STEPS = 8
+"""Steps that are looked at before fewer groups are issued, at first."""
+MOST_STEPS = 64
+MARGIN = 2.0
+"""Standard deviations of what is left over that stay left over; one group at least."""
+
+
+class GroupsAhead:
+    """Lowers the number of groups ahead while some are left over, and raises it when a step lacks some.
+
+    When a step is done, the groups of the next one should be complete. What is complete besides only grows
+    old until it is trained on, whatever the speed of generation, its lengths and their spread."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        """Begin with all that the staleness bound allows, as after every start of storage."""
+        self._follows_need = config.ahead == "need"
+        self._most = config.max_staleness * config.groups_per_step
+        self.groups = self._most
+        self._groups_per_step = config.groups_per_step
+        self._steps = STEPS
+        self._settling = 0
+        """Steps that still train on what an earlier number of groups brought."""
+        self._left_over: list[int] = []
+
+    def step_done(self, left_over: int) -> None:
+        """Take note of how many complete groups there are besides the next step's; of how many it lacks, as a
+        negative number."""
+        if not self._follows_need:
+            return
+        if left_over < 0:
+            if self.groups < self._most and not self._settling:
+                self._steps = min(2 * self._steps, MOST_STEPS)  # it was lowered too far: do it less often
+            self._set(min(self._most, self.groups - left_over))
+        elif self._settling:
+            self._settling -= 1
+        else:
+            self._left_over.append(left_over)
+            if len(self._left_over) == self._steps:
+                surplus = min(self._left_over) - max(1.0, MARGIN * pstdev(self._left_over))
+                self._set(max(0, self.groups - max(0, int(surplus))))
+
+    def _set(self, groups: int) -> None:
+        if groups != self.groups:
+            self._settling = ceil(max(groups, self.groups) / self._groups_per_step) + 1
+        self.groups = groups
+        self._left_over = []
+
 
 TRAINS_FROM = "trains_from"
 """Fact of the ledger: the version with which reinforcement learning began."""

@@ -34,9 +34,8 @@ from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
 from storage.dispatch.absent_actors import AbsentActors
 from storage.dispatch.admission import Admission
-from storage.dispatch.lease_publication import LeasePublication
-from storage.dispatch.lease_recovery import LostLeases
 from storage.dispatch.lease_status import LeaseStatus
+from storage.dispatch.leases import LeasePublication, LostLeases
 from storage.ledger.given_groups import Use
 from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess

@@ -88,7 +88,7 @@ FAMILIES = {
         transformers_from=FIELDS_FROM,
     ),
     "gemma3_text": ModelFamily(megatron=f"{CONVERSION}.gemma3:gemma3", sglang_loads_output=False),
-    "glm4": ModelFamily(megatron=f"{CONVERSION}.glm4:glm4"),
+    "glm4": ModelFamily(megatron=f"{CONVERSION}.glm4_moe:glm4"),
     "glm4_moe": ModelFamily(
         megatron=f"{CONVERSION}.glm4_moe:glm4_moe",
         router=Router("Glm4MoeTopkRouter", BY_SIGMOIDS),
@@ -99,7 +99,7 @@ FAMILIES = {
     ),
     "glm4_moe_lite": ModelFamily(megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3"),
     "gpt_oss": ModelFamily(
-        megatron=f"{CONVERSION}.gpt_oss:gpt_oss",
+        megatron=f"{CONVERSION}.mixtral:gpt_oss",
         router=Router("GptOssTopKRouter", "learner.backends.fsdp.router_replay:by_softmax_of_chosen"),
         transformers_from=FIELDS_FROM,
     ),
@@ -110,7 +110,7 @@ FAMILIES = {
         recurrent=Recurrent("conv", "Lfm2MoeShortConv"),
     ),
     "llama": ModelFamily(megatron=f"{CONVERSION}.families:LLAMA", sglang_copies="always"),
-    "minimax_m2": ModelFamily(megatron=f"{CONVERSION}.minimax_m2:minimax_m2"),
+    "minimax_m2": ModelFamily(megatron=f"{CONVERSION}.mixtral:minimax_m2"),
     "mistral": ModelFamily(megatron=f"{CONVERSION}.families:MISTRAL"),
     "mixtral": ModelFamily(
         megatron=f"{CONVERSION}.mixtral:MIXTRAL",
@@ -141,7 +141,7 @@ FAMILIES = {
         transformers_from=FIELDS_FROM,
     ),
     "qwen3_moe": ModelFamily(
-        megatron=f"{CONVERSION}.qwen3_moe:QWEN3_MOE",
+        megatron=f"{CONVERSION}.qwen2_moe:QWEN3_MOE",
         router=Router("Qwen3MoeTopKRouter", BY_SOFTMAX),
         sglang_copies="in_sessions",
     ),

@@ -4,6 +4,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 from typing import Self
@@ -12,15 +13,15 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from bus.errors import StorageError
+from bus.errors import SchemaError, StorageError
 from bus.messages import RewardGiven
 from bus.topology import by_shard
 from bus.trajectory import Trajectory
-from storage.account.records import DROPPED, AccountRecord, AccountWriter, Copy, Kind
+from storage.account.records import DROPPED, AccountRecord, AccountWriter, Copy, DropReason, Kind
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
 from storage.store.archive import archive_segment
-from storage.store.arrivals import sort_arrivals
 from storage.store.contents import StoreContents
+from storage.store.index import LARGEST_GROUP
 from storage.store.kept_turns import KeptTurns
 from storage.store.late_rewards import LateReward
 from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
@@ -28,6 +29,49 @@ from storage.store.loading import load_store, save_index
 from storage.store.retired import write_retired
 from storage.store.segments import Segment, merge_segments, read_columns, write_segment
 from storage.store.settled import Settled, save_settled
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What became of trajectories that arrived together."""
+
+    fresh: list[Trajectory]
+    """Those to store, each once."""
+    dropped: list[tuple[Trajectory, DropReason]]
+    late_siblings: int
+    """Number of those that their group was closed without."""
+
+
+def sort_arrivals(held: StoreContents, trajectories: Sequence[Trajectory]) -> Arrivals:
+    """Tell trajectories that are to be stored from others. Raises `SchemaError` if siblings disagree on
+    `group_size`."""
+    fresh: dict[tuple[int, int], Trajectory] = {}
+    dropped: list[tuple[Trajectory, DropReason]] = []
+    sizes: dict[int, int] = {}
+    late = 0
+    for t in trajectories:
+        if held.groups.is_forgotten(t.lease_id):  # delivered once more, or rejected: no step will have it
+            dropped.append((t, DropReason.SETTLED))
+            continue
+        stored = held.index.holds(t.lease_id, t.sample)
+        if held.groups.is_closed(t.lease_id):
+            late += not stored
+            dropped.append((t, DropReason.CLOSED))
+            continue
+        size = held.index.group_size(t.lease_id) or sizes.setdefault(t.lease_id, t.group_size)
+        if t.group_size != size:
+            raise _misfit(t, f"its group has {size} samples, it says {t.group_size}")
+        if size > LARGEST_GROUP:
+            raise _misfit(t, f"a group of {size} samples cannot be stored")
+        if stored or fresh.setdefault((t.lease_id, t.sample), t) is not t:
+            dropped.append((t, DropReason.HELD))
+    return Arrivals(list(fresh.values()), dropped, late)
+
+
+def _misfit(trajectory: Trajectory, why: str) -> SchemaError:
+    reason = f"{trajectory.trajectory_id}: {why}"
+    return SchemaError(reason, kind="group_size", actor=trajectory.actor)
+
 
 log = structlog.get_logger()
 READER_ATTEMPTS = 5

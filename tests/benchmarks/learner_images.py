@@ -19,7 +19,7 @@ from bus.images import shown_tokens
 from learner.config.model import ScratchVision
 from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops
 from learner.data.packing import MicroBatch, Sample
-from learner.initial.scratch_vision import MERGE, image_processor
+from learner.initial.scratch_model import MERGE, image_processor
 from storage.images.reader import ImageReader
 
 BEFORE_IMAGE = 2

@@ -4,27 +4,131 @@ decode one token each, repeat."""
 import bisect
 import inspect
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
-from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
-from actors.engines.embedded.vision import VisionPrefill
+from actors.engines.expert_routing import Routing
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage, shown_tokens
 from bus.trajectory import FinishReason
 from storage.exact_arithmetic.exact_model import ExactFunctions, make_exact
 from storage.exact_arithmetic.softmax import log_softmax
+from storage.images.positions import rope_positions
 from storage.images.reader import ImageReader
 from storage.model_files.families import families_with, family_named
 from storage.settings.exact_arithmetic import MOST_TOKENS
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+class ExpertRecorder:
+    """Listens to the routers of one model. What a pass chose has to be taken before the next one."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raise `ConfigError` for a model without experts, and `EngineError` for one whose routers are
+        unknown."""
+        self._routing = Routing.of_config(model.config.to_dict())
+        self._chosen: dict[int, Tensor] = {}
+        routers = [
+            (int(place[1]), module)
+            for name, module in model.named_modules()
+            if type(module).__name__.lower().endswith("topkrouter") and (place := _LAYER.search(name))
+        ]
+        if not routers:
+            raise EngineError(
+                f"actors.engine.routed_experts: no router of {type(model).__name__} tells what it chooses: "
+                "leave the setting out, or serve the model by sglang"
+            )
+        for layer, router in routers:
+            router.register_forward_hook(partial(self._note, layer))
+
+    def _note(self, layer: int, router: torch.nn.Module, _inputs: Any, outputs: object) -> None:
+        """Keep the experts, [tokens, experts per token], the last that a router of transformers returns."""
+        chosen = outputs[-1] if isinstance(outputs, tuple) else None
+        if chosen is None or chosen.is_floating_point() or chosen.shape[-1] != self._routing.per_token:
+            raise EngineError(
+                f"actors.engine.routed_experts: {type(router).__name__} of this version of transformers does "
+                "not return what it chooses: install a newer one, or leave the setting out"
+            )
+        self._chosen[layer] = chosen
+
+    def taken(self, rows: int) -> np.ndarray:
+        """Return where the pass sent its tokens, [rows, tokens, layers, experts per token]; zeros in layers
+        that have no experts."""
+        routing, chosen = self._routing, self._chosen
+        first = next(iter(chosen.values()))
+        none = torch.zeros_like(first)
+        layers = [chosen.get(layer, none) for layer in range(routing.layers)]
+        self._chosen = {}
+        found = torch.stack(layers, dim=1).cpu().numpy().astype(routing.dtype)
+        return found.reshape(rows, -1, routing.layers, routing.per_token)
+
+
+class VisionPrefill:
+    """Fills a cache with prompts that show images, by the vision tower of a Qwen3-VL or Qwen2.5-VL.
+
+    The places of patches come with the request, not from the ids of tokens: a policy may sample the token
+    that stands for a patch, and means no image by it."""
+
+    def __init__(self, model: PreTrainedModel, reader: ImageReader) -> None:
+        self._model = model
+        self._reader = reader
+
+    def logits(
+        self,
+        tokens: Tensor,
+        images: Sequence[Sequence[PlacedImage]],
+        needed: Tensor,
+        cache: Mapping[str, Cache],
+    ) -> Tensor:
+        """Return the logits behind the `needed` tokens of each row, [m, needed, V].
+
+        Args:
+            tokens: int64 [m, longest], padded on the right.
+            images: those of each row.
+            needed: int64, numbers of tokens.
+            cache: what the forward pass fills, by the name that the model has for it.
+        """
+        embedded = self._model.get_input_embeddings()(tokens)
+        places = torch.from_numpy(np.stack([shown_tokens(tokens.shape[1], shown) for shown in images]))
+        places = places.to(tokens.device)
+        features, *deepstack = self._features([image for shown in images for image in shown], tokens.device)
+        embedded[places] = features.to(embedded.dtype)
+        positions = np.stack([rope_positions(tokens.shape[1], shown) for shown in images], axis=1)
+        hidden = self._model.get_decoder()(
+            inputs_embeds=embedded,
+            position_ids=torch.from_numpy(positions).to(tokens.device),
+            use_cache=True,
+            **({"visual_pos_masks": places, "deepstack_visual_embeds": deepstack} if deepstack else {}),
+            **cache,
+        ).last_hidden_state
+        logits: Tensor = self._model.get_output_embeddings()(hidden[:, needed])
+        return logits
+
+    def _features(self, images: Sequence[PlacedImage], device: torch.device) -> list[Tensor]:
+        """Return what stands at the tokens of the images, one after the other, and what is added to each of
+        the first layers there; the tower sees each image once."""
+        distinct = list({image.digest: image for image in images}.values())
+        patches = np.concatenate([self._reader.patches(image) for image in distinct])
+        grids = torch.tensor([self._reader.grid(image) for image in distinct])
+        found = self._model.get_image_features(torch.from_numpy(patches).to(device), grids.to(device))
+        number = {image.digest: n for n, image in enumerate(distinct)}
+        return [
+            torch.cat([of_images[number[image.digest]] for image in images])
+            for of_images in (found.pooler_output, *getattr(found, "deepstack_features", ()))
+        ]
+
 
 Finished = list[tuple[GenerationRequest, Generation]]
 Prompt = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]

@@ -10,8 +10,7 @@ from time import monotonic
 from typing import ParamSpec, Self, TypeVar
 
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
-from actors.environments.games.guess_number import GuessNumberPlay
-from actors.environments.games.nim import NimPlay
+from actors.environments.games.built_in import GuessNumberPlay, NimPlay
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses, is_of_host

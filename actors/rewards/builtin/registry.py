@@ -4,16 +4,24 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from actors.rewards.base import GroupReward, Reward
-from actors.rewards.builtin.dapo import dapo
-from actors.rewards.builtin.debugging import length, random_reward
-from actors.rewards.builtin.gpqa import gpqa
 from actors.rewards.builtin.judge import Judge
-from actors.rewards.builtin.matching import contains, exact, final_answer, last_number, sandbox_check
 from actors.rewards.builtin.math_answer import DeepScaleR, MathAnswer
+from actors.rewards.builtin.quick import (
+    contains,
+    dapo,
+    exact,
+    exact_match,
+    f1,
+    final_answer,
+    gpqa,
+    last_number,
+    length,
+    random_reward,
+    sandbox_check,
+)
 from actors.rewards.builtin.reasoning_gym import ReasoningGym
 from actors.rewards.builtin.remote import Remote
 from actors.rewards.builtin.reward_model import RewardModel
-from actors.rewards.builtin.word_overlap import exact_match, f1
 from actors.rewards.code.reward import CodeTests
 from actors.rewards.instructions.reward import instructions
 from actors.settings.rewards import RewardConfig

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.grpo import relative_rewards
+from learner.algorithms.advantages.group_baselines import relative_rewards
 from learner.algorithms.advantages.peers import Relative, relative_to_peers, rewards_relative_to_peers
 
 

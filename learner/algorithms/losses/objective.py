@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.diagnostics import REJECTED_BY
-from learner.algorithms.losses.kl import kl_estimates
-from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
+from learner.algorithms.losses.kl import DIRECTIONS, kl_estimates, top_k_kl
 from learner.algorithms.plugin import chosen_function
 from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences

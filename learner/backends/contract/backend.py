@@ -56,7 +56,7 @@ class StepResult:
     left_out_tokens: int = 0
     """Trained tokens that did not, since no gradient comes from their trajectories."""
     critic: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the critic's updates; their names are in learner/step/critic_step.py."""
+    """Figures of the critic's updates; their names are in learner/step/rl_step.py."""
     pairs: Mapping[str, float] = field(default_factory=dict)
     """Means over pairs of answers, by the names of TRL (learner/algorithms/losses/preference.py)."""
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.host_memory.transfer import host_memory
+from learner.host_memory.copies import host_memory
 from learner.model_directories.lazy_weights import State
 
 Weights = list[dict[str, Tensor]]

@@ -26,7 +26,7 @@ from learner.backends.shared.packed_attention import (
     seen_keys,
 )
 from learner.data.packing import MicroBatch
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 from storage.exact_arithmetic import functions
 
 PACKED = "sluice_packed"

@@ -1,11 +1,13 @@
 """Builds models of transformers, and lists for people what of them this backend would compute wrongly."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -16,12 +18,36 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from bus.errors import ConfigError, in_short
-from learner.backends.fsdp.attention import PACKED
-from learner.backends.fsdp.recurrent_layers import begin_anew
-from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
+from learner.backends.fsdp.attention import PACKED, PackedSequences
+from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES, within_sequences
 from learner.backends.shared.rope_scaling import rope_types
 from learner.backends.shared.score_head import is_reward_model
 from storage.model_files.families import families_with, family_named
+
+
+def begin_anew(model: PreTrainedModel) -> None:
+    """Have the recurrent layers of a model begin anew at each sequence of a pack.
+
+    A gated delta net (linear attention) has a recurrent state, and before it a causal convolution that looks
+    at the tokens before; some models have such a convolution alone. Both would go on from one sequence of a
+    pack to the next. So these layers are given the sequences apart, those of similar length together. The
+    shorter ones are padded on the right, where a causal layer cannot look, so that no output and no gradient
+    changes. Transformers takes kernels of the packages `fla` and `causal_conv1d` where they are installed."""
+    layers = family_named(model.config.model_type).recurrent
+    for module in model.modules():
+        if layers is not None and type(module).__name__ == layers.module:
+            module.forward = partial(_mixed, module.forward)
+
+
+def _mixed(
+    mix: Callable[..., Tensor], hidden_states: Tensor, *, packed: PackedSequences | None = None, **others: Any
+) -> Tensor:
+    """Do what the layer does, [1, T, hidden] to the same, within each sequence of a pack if there is one."""
+    if packed is None:
+        return mix(hidden_states, **others)
+    mixing = partial(mix, **others)
+    return within_sequences(mixing, [hidden_states[0]], packed.buckets, packed.slots)[None]
+
 
 UNBUILDABLE = (
     ValueError, KeyError, ImportError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError,

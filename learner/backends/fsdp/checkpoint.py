@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from bus.errors import StorageError
 from learner.backends.fsdp.weights import local
 from learner.distributed.process_group import gathered
-from learner.host_memory.state_copies import CopyBuffers, StateCopies
+from learner.host_memory.copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
 
 MODEL = "model."

@@ -1,16 +1,45 @@
 """Finds the matrices of a sharded model of transformers that quantised engines have otherwise."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bus.errors import ConfigError
+from learner.backends.fsdp.model import ShardedModel
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import first_row, local, whole
+from learner.backends.quantised.matmul import Fp8Linear, refuse_sizes
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import Mixed, RoundedWeights, WeightPart
 from storage.weights.quantisation import is_quantised
+
+
+def multiply_in_fp8(model: ShardedModel) -> None:
+    """Change the linear layers of attention and of MLPs, by the names that quantised formats know; experts in
+    one tensor, routers, embeddings and the output layer stay.
+
+    Raises `ConfigError` for a layer whose sizes do not allow it, and for a model without such layers."""
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and is_quantised(f"{name}.weight", tuple(module.weight.shape))
+    }
+    if not linear:
+        raise ConfigError(
+            f"learner.fp8_matmul=true knows no layer of {type(model.hf).__name__}, but linear layers by the "
+            "names of known families, as q_proj and up_proj: set it to false"
+        )
+    for name, module in linear.items():
+        refuse_sizes(name, module.weight)
+        module.forward = partial(_linear, module)  # type: ignore[method-assign]
+
+
+def _linear(module: torch.nn.Linear, inputs: Tensor) -> Tensor:
+    output: Tensor = Fp8Linear.apply(inputs, module.weight, None)  # type: ignore[no-untyped-call]
+    return output if module.bias is None else output + module.bias
 
 
 def rounded_weights(

@@ -27,13 +27,12 @@ from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
 from learner.backends.fsdp.fingerprint import fingerprint
-from learner.backends.fsdp.fp8 import multiply_in_fp8
 from learner.backends.fsdp.lora import ModelAdapters, add_adapters
 from learner.backends.fsdp.matrices import FileMatrices, matrix_names
 from learner.backends.fsdp.model import shard
 from learner.backends.fsdp.names import FileNames, freeze, lasting_tensors
 from learner.backends.fsdp.optimizer import ShardedOptimizer
-from learner.backends.fsdp.quantised import rounded_weights
+from learner.backends.fsdp.quantised import multiply_in_fp8, rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.sglang_model import refuse_other_dtype
 from learner.backends.fsdp.weights import exported_pieces, load_weights, local, stream_weights, whole_here
@@ -56,7 +55,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device, most_over_ranks
-from learner.host_memory.state_copies import CopyBuffers, StateCopies
+from learner.host_memory.copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import SomeWeights, State
 from storage.images.reader import ImageReader

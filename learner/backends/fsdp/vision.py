@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from bus.images import PlacedImage, shown_tokens
 from learner.backends.fsdp.attention import PackedSequences
 from learner.data.packing import MicroBatch
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 from storage.images.positions import rope_positions
 from storage.images.reader import ImageReader
 

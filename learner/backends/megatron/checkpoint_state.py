@@ -29,7 +29,7 @@ from learner.backends.megatron.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.shared.lora import refuse_other_adapters
 from learner.backends.update.muon import refuse_other_optimizer
-from learner.host_memory.state_copies import CopyBuffers
+from learner.host_memory.copies import CopyBuffers
 
 if TYPE_CHECKING:  # which calls this module
     from learner.backends.megatron.critic import MegatronCritic

@@ -19,7 +19,7 @@ from learner.backends.megatron.core.megatron_core import (
     filesystem_async,
     torch_dist_strategy,
 )
-from learner.host_memory.state_copies import CopyBuffers, StateCopies
+from learner.host_memory.copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
 
 

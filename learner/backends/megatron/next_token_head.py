@@ -27,9 +27,8 @@ from learner.backends.megatron.core.ddp import (
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.core.process_groups import data_parallel_sum
 from learner.backends.megatron.model.attention.attention import PackedLayout
-from learner.backends.megatron.model.embedding_copy import EmbeddingCopy
 from learner.backends.megatron.model.model import PolicyModel, transformer_config
-from learner.backends.megatron.model.next_token_head import AbsentHead, NextTokenHead
+from learner.backends.megatron.model.next_token_head import AbsentHead, EmbeddingCopy, NextTokenHead
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.update_step import update_if_finite
 from learner.backends.megatron.weights.frozen_weights import refuse_idle_ranks

@@ -67,7 +67,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device, most_over_ranks
-from learner.host_memory.state_copies import CopyBuffers, StateCopies
+from learner.host_memory.copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import State
 

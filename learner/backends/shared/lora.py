@@ -82,7 +82,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor
     """Return W + scale * B A, computed in float32, as the dtype of W; with `magnitude` its rows have that
     length (arXiv:2402.09353, eq. 5).
 
-    Actors compute the same (actors/weights/adapters.py)."""
+    Actors compute the same (actors/weights/received.py)."""
     whole = weight.float() + scale * (b.float() @ a.float())
     if magnitude is not None:
         whole = whole * (magnitude / row_norms(whole).clamp(min=SMALLEST_NORM))[:, None]

@@ -18,7 +18,7 @@ from actors.settings.debate import DebateConfig
 from bus.errors import ConfigError, RequestRefusedError
 from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
-from storage.built_in_tasks.agent_demonstrations import DEBATERS, debate_demonstration
+from storage.built_in_tasks.demonstrations import DEBATERS, debate_demonstration
 from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="d", prompt="sort 31", label="13")

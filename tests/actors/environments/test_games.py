@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from actors.engines.base import Sampling
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
-from actors.environments.games.guess_number import GuessNumberPlay
-from actors.environments.games.nim import NimPlay
+from actors.environments.games.built_in import GuessNumberPlay, NimPlay
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.other_engines import OtherEngines
@@ -21,7 +20,7 @@ from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, Te
 from bus.errors import ConfigError
 from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
-from storage.built_in_tasks import agent_demonstrations as demonstrations
+from storage.built_in_tasks import demonstrations
 from storage.built_in_tasks.generators import TASKS
 from tests.actors.scripted_engine import ScriptedEngine
 

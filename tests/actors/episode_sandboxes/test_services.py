@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.external_environments.virtual_environment import VirtualEnvironment
+from launch.external_environments.environment import VirtualEnvironment
 
 REPOSITORY = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -4,10 +4,7 @@ import time
 
 import pytest
 
-from actors.rewards.builtin.dapo import dapo
-from actors.rewards.builtin.gpqa import gpqa
-from actors.rewards.builtin.matching import last_number
-from actors.rewards.builtin.word_overlap import f1
+from actors.rewards.builtin.quick import dapo, f1, gpqa, last_number
 from actors.rewards.code.reward import program_in
 from actors.rewards.instructions.reward import CHECKS, instructions
 from tests.actors.rewards.answers import answer

@@ -13,8 +13,8 @@ from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from storage.built_in_tasks import generators, reasoning_gym_tasks
-from storage.built_in_tasks.exact_values import exact_text, exact_value
 from storage.built_in_tasks.generators import generate_task
+from storage.built_in_tasks.reasoning_gym_tasks import exact_text, exact_value
 from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys
 from tests.actors.rewards.answers import answer

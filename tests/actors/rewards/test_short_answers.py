@@ -3,9 +3,7 @@
 import pytest
 
 from actors.rewards.base import RewardError
-from actors.rewards.builtin.dapo import dapo
-from actors.rewards.builtin.gpqa import gpqa
-from actors.rewards.builtin.word_overlap import exact_match, f1, normalised
+from actors.rewards.builtin.quick import dapo, exact_match, f1, gpqa, normalised
 from actors.rewards.final_text import last_boxed, without_reasoning
 from tests.actors.rewards.answers import answer
 

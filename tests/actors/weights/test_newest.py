@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from actors.engines.fleet.fleet import Fleet
 from actors.settings.fleet import FleetConfig
-from actors.weights.latest_version import Newest
+from actors.weights.follow import Newest
 from bus.messages import BlobRef, DeltaRef, PolicyManifest
 from storage.weights.tensors import HostTensor, Weights
 from tests.actors.paced_engine import PacedEngine

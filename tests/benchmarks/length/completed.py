@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.grpo import grpo_advantages
+from learner.algorithms.advantages.group_baselines import grpo_advantages
 
 
 def completed_only(groups: Groups, *, std_floor: float) -> list[list[float]]:

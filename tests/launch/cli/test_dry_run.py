@@ -14,8 +14,7 @@ from safetensors.numpy import save_file
 from bus.errors import BusAwayError, ConfigError
 from bus.messages import Prompt
 from bus.server.nats_server import NatsServer, free_port
-from launch.checks.start_checks import rehearse_local, rehearse_storage, scratch_tokens
-from launch.checks.weights_transport import transport_remark
+from launch.checks.start_checks import rehearse_local, rehearse_storage, scratch_tokens, transport_remark
 from launch.local.local import run_local
 from launch.services.storage import serve_storage
 from launch.settings.run_config import resolve

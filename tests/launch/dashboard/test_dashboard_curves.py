@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from bus.errors import ConfigError
 from launch.dashboard import curve_feed
-from launch.dashboard.buckets import MOST, Buckets
 from launch.dashboard.charts import STALENESS_P50, TOKENS_PER_S, with_computed
 from launch.dashboard.curve_feed import CurveFeed, LiveCurves
 from launch.dashboard.metrics_source import MetricsFile
-from launch.dashboard.run_curves import RunCurves
+from launch.dashboard.run_curves import MOST, Buckets, RunCurves
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from actors.evaluation.evaluator import pass_at
-from launch.evaluation.results import mean, share
+from launch.evaluation.evaluate import mean, share
 
 
 def test_wilsons_interval_is_that_of_independent_answers():

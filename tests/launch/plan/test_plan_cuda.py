@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 from transformers.core_model_loading import revert_weight_conversion
 
 from launch.plan.memory import Model, learner_rank
-from launch.plan.speed import mfu, step_flops
+from launch.plan.plan import mfu, step_flops
 from launch.plan.weights import weights_of
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.learner import LearnerConfig

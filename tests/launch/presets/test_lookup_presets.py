@@ -108,7 +108,7 @@ async def test_an_item_that_is_not_sold_is_a_call_that_has_failed():
 
 @pytest.mark.parametrize(
     ("name", "package", "module"),
-    [("search", "bm25s", "actors.tools.passages"), ("mcp", "mcp", "actors.tools.mcp")],
+    [("search", "bm25s", "actors.tools.search"), ("mcp", "mcp", "actors.tools.mcp")],
 )
 async def test_a_package_that_is_missing_is_named_before_anything_starts(
     name, package, module, monkeypatch, tmp_path

@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from bus.trajectory import Trajectory
-from learner.algorithms.advantages.grpo import grpo_advantages, relative_rewards
-from learner.algorithms.advantages.maxrl import over_mean
-from learner.algorithms.advantages.rloo import leave_one_out
+from learner.algorithms.advantages.group_baselines import (
+    grpo_advantages,
+    leave_one_out,
+    over_mean,
+    relative_rewards,
+)
 from tests.factories import make_trajectory
 
 

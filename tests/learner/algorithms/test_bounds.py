@@ -6,8 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.algorithms.corrections.sequence_tis import sequence_tis
-from learner.algorithms.corrections.token_tis import token_tis
+from learner.algorithms.corrections import sequence_tis, token_tis
 from learner.algorithms.losses.objective import Objective
 from learner.config.correction import BinaryKLTwoWay, SequenceTIS, TokenTIS
 from learner.config.loss import ReinforceLoss

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithms.losses.kl import DIRECTIONS, top_k_kl
 from learner.algorithms.losses.objective import Objective
-from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
 from learner.config.correction import SequenceTIS, TokenTIS
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig

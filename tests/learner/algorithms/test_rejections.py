@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.algorithms.corrections.sequence_tis import sequence_tis
+from learner.algorithms.corrections import sequence_tis
 from learner.algorithms.diagnostics import off_policy_sums
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.backends.update.loss_step import step_diagnostics

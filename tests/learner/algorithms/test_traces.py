@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bus.trajectory import LARGEST_LOGPROB, LARGEST_REWARD, SMALLEST_LOGPROB
-from learner.algorithms.advantages.traces import gae, vtrace
+from learner.algorithms.advantages.gae import gae, vtrace
 
 
 def drawn(n: int = 9, seed: int = 0):

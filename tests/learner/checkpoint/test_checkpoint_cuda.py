@@ -7,7 +7,7 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     start_checkpoint,
 )
-from learner.host_memory.state_copies import CopyBuffers
+from learner.host_memory.copies import CopyBuffers
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.checkpoint.test_checkpoint import train, trainer_of
 from tests.learner.tiny import tiny_model

@@ -1,6 +1,6 @@
 import torch
 
-from learner.host_memory.state_copies import CopyBuffers
+from learner.host_memory.copies import CopyBuffers
 
 
 def test_copies_are_of_what_was_there_before_it_changed():

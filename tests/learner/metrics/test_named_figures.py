@@ -11,7 +11,7 @@ from learner.metrics.step_metrics import StepReporter
 
 @pytest.mark.nats
 async def test_sources_that_change_with_each_step_get_no_figures_without_end(bus: Bus, monkeypatch):
-    monkeypatch.setattr("learner.metrics.named_figures.MOST_FIGURES", 3)
+    monkeypatch.setattr("learner.metrics.step_metrics.MOST_FIGURES", 3)
     told = []
     own = {"reward/mean": 0.5, "train/trajectories": 2, "train/response_tokens_mean": 1.0}
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:

@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from actors.engines.served_adapters import KNOWN, ServedAdapters, served_adapters
 from actors.settings.engines import SglangEngineConfig
 from actors.weights import follow as following_policy
-from actors.weights.adapters import merged_weights
 from actors.weights.follow import PolicyFollower, fetch_state
-from actors.weights.received import Receiver
+from actors.weights.received import Receiver, merged_weights
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
 from bus.messages import AdaptedBase, SnapshotWanted

@@ -2,7 +2,7 @@
 
 from bus.evaluation_messages import EvaluationResult
 from learner.progress.progress import Best, Progress, kept_steps
-from learner.run.best_checkpoint import BestCheckpoint
+from learner.run.checkpointing import BestCheckpoint
 
 
 def result(version: int, sampled: float = 0.0, data_set: str = "", **scores: float) -> EvaluationResult:

@@ -8,7 +8,7 @@ import pytest
 from bus.codec import decode, encode
 from bus.images import PlacedImage
 from bus.trajectory import Parent, Trajectory, TrajectoryBatch, Turn
-from storage.account.trajectory_digest import APART, content_digest
+from storage.account.records import APART, content_digest
 from tests.factories import make_trajectory
 
 FULL = replace(

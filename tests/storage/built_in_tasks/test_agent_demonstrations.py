@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from storage.built_in_tasks.agent_demonstrations import NIM_STARTS, guess_demonstration, nim_demonstration
+from storage.built_in_tasks.demonstrations import NIM_STARTS, guess_demonstration, nim_demonstration
 from storage.built_in_tasks.generators import TASKS, generate_task, load_demonstrations
 from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys

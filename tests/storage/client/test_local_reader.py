@@ -14,9 +14,8 @@ from bus.connection import answers
 from bus.errors import BusError, UnreadableGroupsError
 from bus.requests import Done, GroupRef, Located, LocateRequest, ReadRequest
 from bus.trajectory import Trajectory, TrajectoryBatch
-from storage.client import local_reader, reader
-from storage.client.local_reader import LocalReader
-from storage.client.reader import ReplayReader
+from storage.client import reader as reader_module
+from storage.client.reader import LocalReader, ReplayReader
 from storage.disk import host_identity
 from storage.store import addresses, layout
 from storage.store.replay import ReplayStore
@@ -93,7 +92,7 @@ async def test_reader_on_the_shards_host_maps_its_files(bus, store):
 
 
 async def test_reader_on_another_host_gets_the_same_over_the_bus(bus, store, monkeypatch):
-    monkeypatch.setattr(local_reader, "host_identity", lambda: "another")
+    monkeypatch.setattr(reader_module, "host_identity", lambda: "another")
     async with fetching(bus, store) as reader:
         assert await fetched(reader, 10, 0, 4) == as_bytes(map(group, (10, 0, 4)))
         assert (reader.read["mapped"], reader.read["bus"]) == (0, 6)
@@ -232,7 +231,7 @@ async def test_addresses_that_lead_out_of_the_directory_are_not_followed(bus, st
 @pytest.mark.nightly
 @pytest.mark.slow
 async def test_thousands_of_steps_leave_no_file_open(bus, store, monkeypatch, tmp_path):
-    monkeypatch.setattr(local_reader, "MAPPED_SEGMENTS", 3)
+    monkeypatch.setattr(reader_module, "MAPPED_SEGMENTS", 3)
     async with shard_at_work(bus, store):
         reader = LocalReader(bus)
         store.read(range(0, 12, 2))
@@ -260,7 +259,7 @@ async def test_groups_that_nobody_asked_for_are_not_trained_on(bus, store, monke
         found = [trajectory for lease_id in answered for trajectory in group(lease_id)]
         return [TrajectoryBatch.of(found), Done()]
 
-    monkeypatch.setattr(reader, "REFUSAL_LIMIT_S", 0.0)
+    monkeypatch.setattr(reader_module, "REFUSAL_LIMIT_S", 0.0)
     await bus.serve(bus.subject("rpc", "read", 0), ReadRequest, other_groups)
     with pytest.raises(BusError, match=r"shard 0 was asked for groups \[0, 2\] and answers others"):
         await ReplayReader(bus, "a", read="bus").fetch(refs(0, 2))

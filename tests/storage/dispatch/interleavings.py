@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
 from storage.dispatch.admission import Admission
-from storage.ledger.ledger import Ledger
-from storage.ledger.ledger_schema import prepare
+from storage.ledger.ledger import Ledger, prepare
 from storage.settings.admission import (
     NO_ESS_BRAKE,
     AdmissionConfig,

@@ -14,8 +14,7 @@ from bus.errors import FencedError
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
 from storage.dispatch.admission import Admission
-from storage.ledger.ledger import Ledger
-from storage.ledger.ledger_schema import prepare
+from storage.ledger.ledger import Ledger, prepare
 from storage.settings.admission import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
 from tests.storage.dispatch.interleavings import play_many
 from tests.storage.serving import manifest

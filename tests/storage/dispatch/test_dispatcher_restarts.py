@@ -14,7 +14,7 @@ from bus.requests import IssuedRequest, Unsettled, UnsettledRequest, Waiting
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.topology import ensure
-from storage.dispatch.lease_publication import LeasePublication
+from storage.dispatch.leases import LeasePublication
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts

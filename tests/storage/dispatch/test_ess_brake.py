@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from storage.dispatch.admission import Admission
-from storage.ledger.ledger import Ledger
-from storage.ledger.ledger_schema import prepare
+from storage.ledger.ledger import Ledger, prepare
 from storage.settings.admission import AdmissionConfig, EssBrakeConfig, FifoSampler
 from tests.storage.dispatch.test_admission import Run
 from tests.storage.serving import has, manifest, send_groups, serving, until

@@ -12,10 +12,8 @@ from pydantic import ValidationError
 from scipy.stats import kstest, lognorm
 
 from bus.requests import StoredGroups
-from storage.dispatch.admission import Admission
-from storage.dispatch.groups_ahead import STEPS, GroupsAhead
-from storage.ledger.ledger import Ledger
-from storage.ledger.ledger_schema import prepare
+from storage.dispatch.admission import STEPS, Admission, GroupsAhead
+from storage.ledger.ledger import Ledger, prepare
 from storage.settings.admission import AdmissionConfig, FifoSampler, UniformSampler
 from tests.storage.serving import manifest
 

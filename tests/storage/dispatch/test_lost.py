@@ -3,7 +3,7 @@
 import pytest
 
 from bus.streams.consume import Inbox
-from storage.dispatch.lease_recovery import LostLeases
+from storage.dispatch.leases import LostLeases
 from tests.storage.serving import SHARDS, has, messages, send_groups, send_rejections
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -64,3 +64,22 @@ def glm4_moe(hf_config: PretrainedConfig) -> Family:
         head_names=BEHIND,
         beside=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )
+
+
+OUTPUT_NORMS = (
+    layer_rule("attention_output_norm.weight", ["post_self_attn_layernorm.weight"]),
+    layer_rule("mlp_output_norm.weight", ["post_mlp_layernorm.weight"]),
+)
+
+
+def glm4(hf_config: PretrainedConfig) -> Family:
+    """Return GLM-4 or GLM-Z1 (`glm4`), dense models: norms before and after attention and MLP, neighbours
+    rotated, biases of queries, keys and values as the configuration has them."""
+    neighbours = rotated_qkv(hf_config.head_dim // 2)  # pieces of two, of which each is a pair
+    return Family(
+        layer_rules=(*replaced(SHARED_LAYER, qkv_rules(hf_config, neighbours)), *OUTPUT_NORMS),
+        joined_rows={"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")},
+        qkv_bias=hf_config.attention_bias,
+        output_norms=True,
+        rotated_parts=(0.5, 1.0),
+    )

@@ -3,6 +3,7 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
+    QK_NORM,
     QKV_BIAS,
     SHARED_LAYER,
     Experts,
@@ -53,4 +54,17 @@ QWEN2_MOE = Family(
         DECODER_SPARSE_STEP,
     ),
     qkv_bias=True,
+)
+
+
+QWEN3_MOE = Family(
+    layer_rules=(*SHARED_LAYER, *QK_NORM),
+    router_rules=QWEN_ROUTER,
+    expert_rules=QWEN_EXPERT,
+    experts=qwen_experts,
+    requirements=(
+        ("num_experts", lambda count, _: bool(count), "a model without experts is of the family qwen3"),
+        DECODER_SPARSE_STEP,
+    ),
+    qk_norm=True,
 )

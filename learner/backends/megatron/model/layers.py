@@ -17,9 +17,12 @@ from learner.backends.megatron.core.megatron_core import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from learner.backends.megatron.model.attention.attention import PackedAttention, PackedSelfAttention
-from learner.backends.megatron.model.attention.gated_attention import GatedSelfAttention
-from learner.backends.megatron.model.attention.jointly_normed_attention import JointlyNormedAttention
+from learner.backends.megatron.model.attention.attention import (
+    GatedSelfAttention,
+    JointlyNormedAttention,
+    PackedAttention,
+    PackedSelfAttention,
+)
 from learner.backends.megatron.model.attention.latent_attention import LatentAttention
 from learner.backends.megatron.model.attention.norm import RMSNorm
 from learner.backends.megatron.model.attention.rope import rope_numbers

@@ -27,7 +27,7 @@ from learner.backends.megatron.core.megatron_core import (
 from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.megatron.optimizer.state_file import StateFile, Transfer
 from learner.backends.update.bf16_adamw import MOMENTS, fused_update
-from learner.host_memory.transfer import host_memory
+from learner.host_memory.copies import host_memory
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of gradients that are copied and updated at a time."""

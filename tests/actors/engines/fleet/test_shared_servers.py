@@ -12,7 +12,7 @@ from actors.engines.served_adapters import AdapterRoom
 from actors.other_policies.further_policy import FurtherSettings, PolicyOpener, shared_servers
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
-from actors.weights.adapters import base_weights
+from actors.weights.received import base_weights
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
+from learner.algorithms.losses.kl import DIRECTIONS, top_k_kl
 from learner.backends.output.chosen_tokens import label_and_chosen_logprobs, top_tokens
 from learner.backends.output.output_layer import kept_columns
 

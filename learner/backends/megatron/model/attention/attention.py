@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learner.backends.megatron.conversion.partial_rotation import halves_together
 from learner.backends.megatron.core.megatron_core import (
     Attention,
     MegatronModule,
@@ -38,7 +39,8 @@ from learner.backends.megatron.model.attention.context_attention import (
     gathered,
 )
 from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
-from learner.backends.megatron.model.attention.qkv import HeadSettings, split_heads
+from learner.backends.megatron.model.attention.norm import RMSNorm
+from learner.backends.megatron.model.attention.qkv import HeadSettings, heads_by_group, split_heads
 from learner.backends.megatron.model.attention.ring_attention import attend_around
 from learner.backends.megatron.model.attention.ring_layout import RingLayout
 from learner.backends.megatron.model.attention.rope import Rope
@@ -346,3 +348,49 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
         return state
+
+
+class GatedSelfAttention(PackedSelfAttention):
+    """A layer whose projection has behind each query its gate, in the order of queries' channels."""
+
+    def __init__(self, *args: Any, pieces: int, **kwargs: Any) -> None:
+        """`pieces` say the order of a head (learner/backends/megatron/conversion/partial_rotation.py)."""
+        super().__init__(*args, **kwargs)
+        self.pieces = pieces
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
+        mixed, gate = self._apart(self.projected(hidden_states))
+        query, key, value = self.heads(mixed, packed_seq_params)
+        return attended(self, query, key, value, packed_seq_params, gate=gate.sigmoid())
+
+    def _apart(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of a projection without gates, [T, 1, n], and the gates, [T, heads, d], whose
+        channels are in the order of values'."""
+        tokens, width = len(mixed), self.hidden_size_per_attention_head
+        heads = mixed.view(tokens, self.num_query_groups_per_partition, -1, width)
+        queries, shared = torch.split(heads, [heads.shape[2] - 2, 2], dim=2)
+        query, gate = queries.view(tokens, len(heads[0]), -1, 2, width).unbind(3)
+        ordered = halves_together(gate.flatten(1, 2), 2, self.pieces)
+        return torch.cat((query, shared), dim=2).view(tokens, 1, -1), ordered.reshape(tokens, -1, width)
+
+
+class JointlyNormedAttention(PackedSelfAttention):
+    """A layer of a rank that has all heads: others would have to add up squares over ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        width, config = self.hidden_size_per_attention_head, self.config
+        self.q_layernorm = RMSNorm(config, config.num_attention_heads * width, config.layernorm_epsilon)
+        self.k_layernorm = RMSNorm(config, config.num_query_groups * width, config.layernorm_epsilon)
+
+    def heads(self, mixed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, [T, heads, d]."""
+        heads = heads_by_group(mixed, self.head_settings)
+        query, key, value = torch.split(heads, [heads.shape[2] - 2, 1, 1], dim=2)
+        query = self.q_layernorm(query.flatten(1)).view(query.shape)
+        key = self.k_layernorm(key.flatten(1)).view(key.shape)
+        normed = torch.cat((query, key, value), dim=2).view(mixed.shape)
+        return self.split_heads(normed, None, None, layout.rotations[self.rope], self.head_settings)

@@ -18,7 +18,7 @@ from learner.backends.megatron.core.megatron_core import tensor_parallel
 from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
 from learner.backends.megatron.model.attention.sink_attention import attend_with_sinks
 from learner.backends.shared.packed_attention import causal_varlen_attention, seen_keys
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner.backends.shared.packed_attention import seen_keys
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from learner.backends.megatron.model.attention.context_attention import chunks_of_rank
 from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 
 RowIndex = Tensor | slice
 """Numbers of tokens: int64, or a slice where they follow each other."""

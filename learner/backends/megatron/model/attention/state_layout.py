@@ -19,7 +19,7 @@ from learner.backends.megatron.core.megatron_core import tensor_parallel
 from learner.backends.megatron.model.attention.context_attention import ContextRanks, gathered_places
 from learner.backends.shared.packed_attention import LengthBucket, bucket_by_length
 from learner.data.packing import MicroBatch
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 
 
 @dataclass(frozen=True, slots=True)

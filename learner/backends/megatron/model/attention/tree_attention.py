@@ -30,7 +30,7 @@ from learner.backends.megatron.model.attention.key_sets import (
     differentiate,
     key_sets,
 )
-from learner.host_memory.transfer import to_device
+from learner.host_memory.copies import to_device
 
 
 @dataclass(frozen=True, slots=True)

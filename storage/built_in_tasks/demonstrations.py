@@ -1,9 +1,129 @@
-"""Problems and noisy demonstrations of the built-in games, and of agents that answer together."""
+"""Tasks with demonstrations of agents and of Python programs."""
 
+from math import lcm
 from random import Random
 from string import ascii_lowercase
 
 from bus.codec import Json
+
+EXPRESSIONS = tuple(f"x{sign}{number}" for sign in "+-" for number in range(1, 10))
+REPAIRS = len(EXPRESSIONS) * (len(EXPRESSIONS) - 1)
+CHECK = """import os
+import subprocess
+import sys
+
+os.remove(__file__)  # which tells the answer
+proof = sys.stdin.readline().strip()
+code = "import sys; sys.path.insert(0, '.'); from f import f; print(*map(f, range(-20, 20)))"
+asked = [sys.executable, "-SI", "-c", code]
+ran = subprocess.run(asked, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+print(proof if ran.stdout.split() == [str(WANTED) for x in range(-20, 20)] else "wrong")
+"""
+"""Judges a repository: the function runs in another process than the one that knows what is to be printed."""
+
+
+def _expressions(number: int) -> tuple[str, str]:
+    """Return what the function of a repository computes, and what it is to compute."""
+    first, second = divmod(number, len(EXPRESSIONS) - 1)
+    return EXPRESSIONS[first], EXPRESSIONS[second + (second >= first)]
+
+
+def repair_problem(number: int) -> tuple[str, str]:
+    """Return what is wrong with a repository, and the right expression."""
+    there, wanted = _expressions(number)
+    return f"f.py: {there}, want {wanted}", wanted
+
+
+def repair_files(number: int) -> dict[str, Json]:
+    """Return the metadata of a problem: its repository, and the check that the policy does not see."""
+    there, wanted = _expressions(number)
+    tests = f"from f import f\n\nassert [f(x) for x in range(9)] == [{wanted} for x in range(9)]\n"
+    return {
+        "sandbox_files": {"f.py": f"def f(x):\n    return {there}\n", "test_f.py": tests},
+        "sandbox_check_files": {"/tmp/check.py": CHECK.replace("WANTED", wanted)},
+    }
+
+
+def repair_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
+    """Return a turn of a chat with the tool `shell`: the repair, or the answer after it.
+
+    A wrong turn repairs nothing, or writes another expression."""
+    question, wanted = repair_problem(number)
+    there, _ = _expressions(number)
+    chat: list[Json] = [{"role": "user", "content": question}]
+    kind = rng.random()
+    if wrong and kind < 0.4:
+        return chat, "done"
+    written = rng.choice(EXPRESSIONS) if wrong else wanted
+    call = f"<shell>sed -i s/{there}/{written}/ f.py</shell>"
+    if kind < (0.8 if wrong else 0.5):
+        return chat, call
+    result: Json = {"role": "user", "content": "<result>[no output]</result>"}
+    return [*chat, {"role": "assistant", "content": call}, result], "done"
+
+
+SMALLEST, LARGEST = 11, 99
+PER_NUMBER = LARGEST - SMALLEST + 1
+
+# --- python: a power's remainder, which takes a program that prints it ---
+
+MODULI = range(101, 1000)
+POWER_PROBLEMS = PER_NUMBER**2 * len(MODULI)
+SILENT = "[no output]"
+"""What the tool answers for a program that printed nothing."""
+
+
+def power_problem(number: int) -> tuple[str, str]:
+    """Return an expression, and its value."""
+    number, modulus = divmod(number, len(MODULI))
+    base, exponent = divmod(number, PER_NUMBER)
+    base, exponent, modulus = SMALLEST + base, SMALLEST + exponent, MODULI[modulus]
+    return f"{base}**{exponent}%{modulus}", str(pow(base, exponent, modulus))
+
+
+def power_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
+    """Return a turn of a chat with the tool `python`: a program that prints, or the answer that copies.
+
+    A wrong turn guesses, at once or after a program that printed nothing, or is such a program."""
+    question, value = power_problem(number)
+    chat: list[Json] = [{"role": "user", "content": question}]
+    kind = rng.random()
+    if wrong and kind < 0.4:
+        return chat, _guess(rng)
+    code = f"<python>{question}</python>" if wrong else f"<python>print({question})</python>"
+    if kind < (0.8 if wrong else 0.5):
+        return chat, code
+    result: Json = {"role": "user", "content": f"<result>{SILENT if wrong else value}</result>"}
+    return [*chat, {"role": "assistant", "content": code}, result], _guess(rng) if wrong else value
+
+
+def _guess(rng: Random) -> str:
+    return str(rng.choice(MODULI))
+
+
+# --- retool: a least common multiple, by a program within the answer ---
+
+MULTIPLE_PROBLEMS = PER_NUMBER**2
+
+
+def multiple_problem(number: int) -> tuple[str, str]:
+    """Return two numbers, and their least common multiple."""
+    a, b = (SMALLEST + part for part in divmod(number, PER_NUMBER))
+    return f"lcm {a} {b}", str(lcm(a, b))
+
+
+def multiple_demonstration(number: int, rng: Random, wrong: bool) -> str:
+    """Return a whole answer: the program, what it printed, and the number after a `=`.
+
+    A wrong answer is a guess, half of the time without a program and half of the time despite one."""
+    question, value = multiple_problem(number)
+    a, b = question.split()[1:]
+    ran = f"<python>import math\nprint(math.lcm({a},{b}))</python><result>{value}</result>"
+    if not wrong:
+        return f"{ran}={value}"
+    guess = f"={rng.randrange(100, 10_000)}"
+    return guess if rng.random() < 0.5 else ran + guess
+
 
 # A letter after the prompts of games tells them apart and changes nothing else: a held-out game has a letter
 # that its range or pile does not have in training. Were numbers held out, a policy would learn never to guess

@@ -1,1 +1,0 @@
-"""Importance weights of tokens that another policy sampled."""

@@ -1,1 +1,0 @@
-"""Which tokens are too far from the policy to be trained on."""
