@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
     from bus.trajectory import Trajectory, Turn
-    from launch.api.result import Result
-    from launch.api.run import Run
+    from launch.api.run import Result, Run, Stream
     from launch.api.start import attach, start
-    from launch.api.stream import Stream
     from launch.run_view.history import Evaluation, Step
     from launch.run_view.recorded_runs import RecordedRun
 
@@ -25,11 +23,11 @@ _MODULES = {
     "Evaluation": "launch.run_view.history",
     "LostDataError": "bus.errors",
     "RecordedRun": "launch.run_view.recorded_runs",
-    "Result": "launch.api.result",
+    "Result": "launch.api.run",
     "Run": "launch.api.run",
     "SluiceError": "bus.errors",
     "Step": "launch.run_view.history",
-    "Stream": "launch.api.stream",
+    "Stream": "launch.api.run",
     "Trajectory": "bus.trajectory",
     "Turn": "bus.trajectory",
     "attach": "launch.api.start",

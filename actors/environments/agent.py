@@ -26,8 +26,7 @@ from actors.environments.session_episode import (
     unscored_episode,
 )
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import LatestUses
+from actors.episodes.errors import EpisodeError, LatestUses
 from actors.episodes.task import JSON, Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway

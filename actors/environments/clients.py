@@ -23,8 +23,7 @@ from actors.environments.session_episode import (
     with_metadata,
 )
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import LatestUses
+from actors.episodes.errors import EpisodeError, LatestUses
 from actors.episodes.task import JSON, Task
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.server import Gateway, keys_of

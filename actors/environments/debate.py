@@ -12,7 +12,7 @@ from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE, Completion
 from actors.policy.policy import Policy
 from actors.rewards.scoring.scorers import RewardChoice, Scorer
-from actors.settings.debate import SELF, VOTE, DebateConfig
+from actors.settings.panel import SELF, VOTE, DebateConfig
 from actors.tools.prompt_tools import refuse_tools
 from bus.policy_names import DEFAULT_POLICY
 from bus.streams.publish import together

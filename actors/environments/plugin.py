@@ -10,8 +10,14 @@ import structlog
 
 from actors.environments.base import Environment, HandsBackAtStop, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses, is_of_host
+from actors.episodes.errors import (
+    FAULT_FRACTION,
+    LONGEST_FAULT,
+    REWARD_FAULT,
+    EpisodeError,
+    LatestUses,
+    is_of_host,
+)
 from actors.episodes.task import Task
 from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy

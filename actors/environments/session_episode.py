@@ -6,7 +6,7 @@ from dataclasses import replace
 import structlog
 
 from actors.episodes.episode import Episode
-from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT
+from actors.episodes.errors import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT
 from actors.episodes.task import JSON, Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.session import Session

@@ -19,8 +19,7 @@ from actors.environments.call_styles import (
     tagged_results,
 )
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.errors import EpisodeError, ToolError, ToolFailedError
-from actors.episodes.policy_faults import LatestUses
+from actors.episodes.errors import EpisodeError, LatestUses, ToolError, ToolFailedError
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE, Completion, MessagesError
 from actors.policy.policy import Policy

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.episodes.agents import DEFAULT_AGENT
-from actors.episodes.policy_faults import REWARD_FAULT
+from actors.episodes.errors import REWARD_FAULT
 from actors.episodes.task import Answer
 from bus.codec import Json
 from bus.images import PlacedImage

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from actors.episodes.policy_faults import LatestUses
+from actors.episodes.errors import LatestUses
 from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect

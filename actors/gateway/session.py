@@ -12,8 +12,7 @@ from itertools import chain
 import structlog
 
 from actors.engines.base import Sampling
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import LatestUses, is_of_host
+from actors.episodes.errors import EpisodeError, LatestUses, is_of_host
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
 from actors.gateway.dialects.openai_responses import KeptResponses
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid

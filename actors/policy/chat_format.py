@@ -1,12 +1,14 @@
 """Chats as tokens and back: the template renders, the tokenizer encodes, in a thread of their own."""
 
 import asyncio
+import json
+import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,20 +16,104 @@ import structlog
 
 from actors.episodes.task import JSON, ChatMessage
 from actors.policy.answers import AnswerReader, ParsedAnswer
-from actors.policy.call_detection import CallsFound, calls_found
 from actors.policy.chat_messages import checked_messages, checked_tools, digest
-from actors.policy.conversation import Boundary, Conversation, continued
+from actors.policy.conversation import Boundary, Conversation, ReadChat, continued, read_chat
 from actors.policy.messages import MessagesError, Tool, tool_name
-from actors.policy.read_chat import ReadChat, read_chat
 from actors.policy.shown_images import ShownImages, without_data
+from actors.policy.tool_calls import CALL_FORMATS, format_shown
+from bus.errors import ConfigError
 from bus.images import PlacedImage
 from storage.chats.stop_tokens import AddedToken, TurnEnds, turn_ends
-from storage.chats.template import ChatRefusedError, ChatTemplate
+from storage.chats.template import (
+    PROBE_TOOL,
+    QUESTION,
+    QUESTION_TEXT,
+    STAND_IN,
+    ChatRefusedError,
+    ChatTemplate,
+    answer_with_calls,
+)
 from storage.images.chat import ImageChat
+
+TEXT = ': it\'s "so"\n \\d <b>, ü'
+"""Text in which formats differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallsFound:
+    """How the calls of a model are read."""
+
+    format: str
+    """Name of the format."""
+    unread: str = ""
+    """Call that the template writes and that no format reads."""
+    writes: bool = True
+    """Whether the template writes calls at all."""
+
+    def refuse_unread(self, setting: str = "actors.tool_calls") -> None:
+        """Raise `ConfigError` for a template whose calls no format reads."""
+        if self.unread:
+            raise ConfigError(
+                f"{setting}=auto: the chat template writes tool calls in a way that no format reads: "
+                f"{self.unread!r}; name the format in which the model writes them "
+                f"({', '.join(CALL_FORMATS)}), "
+                'take a template that writes one of them, or set actors.environment.calls = "tags"'
+            )
+
+
+def calls_found(template: ChatTemplate, specials: Iterable[str], named: str = "auto") -> CallsFound:
+    """Return the format by which calls are read: that of the name, or the one that reads what the template
+    writes. Where the template writes no calls, its text tells."""
+    if named != "auto":
+        return CallsFound(named)
+    answers = [text for text in (_written(template, calls) for calls in (2, 1)) if STAND_IN in text]
+    for text in answers:
+        for name in CALL_FORMATS:
+            if _reads(name, template.text, text, list(specials)):
+                return CallsFound(name)
+    shown = format_shown(template.text)
+    return CallsFound(shown, unread=answers[-1].strip() if answers else "", writes=bool(answers))
+
+
+def _written(template: ChatTemplate, calls: int) -> str:
+    """Return what the template writes for an answer of calls behind the question; nothing if it refuses."""
+    chat = [QUESTION, answer_with_calls(calls, TEXT, number=3, on=True)]
+    try:
+        begun = template.render([QUESTION], [PROBE_TOOL])
+        text = template.render(chat, [PROBE_TOOL], go_on=False)
+    except ChatRefusedError:
+        return ""
+    return text.removeprefix(begun) if text.startswith(begun) else text.rpartition(QUESTION_TEXT)[2]
+
+
+def _reads(name: str, template: str, text: str, specials: Sequence[str]) -> bool:
+    """Tell whether a format reads the calls in what the template wrote, all special tokens left out that have
+    no meaning for it."""
+    reader = AnswerReader(template, name)
+    left_out = sorted({*specials} - reader.marks - reader.ends, key=len, reverse=True)
+    if left_out:
+        text = re.sub("|".join(map(re.escape, left_out)), "", text)
+    answer = reader.read(text, in_reasoning=False, tools=[PROBE_TOOL], number=0)
+    if not answer.tool_calls or answer.malformed_calls or STAND_IN in answer.content:
+        return False
+    expected = ({"value": f"{STAND_IN}{n}{TEXT}", "number": 3, "on": True} for n in count())
+    return all(
+        call.name == "probe" and _parsed(call.arguments) == arguments
+        for call, arguments in zip(answer.tool_calls, expected, strict=False)
+    )
+
+
+def _parsed(arguments: str) -> JSON:
+    try:
+        read: JSON = json.loads(arguments)
+    except ValueError:
+        return None
+    return read
+
 
 Render: TypeAlias = Callable[[Sequence[ChatMessage], Sequence[Tool]], str]
 """Renders messages up to where the assistant speaks. Raises `MessagesError`."""
-QUESTION: ChatMessage = {"role": "user", "content": "."}
+ANY_QUESTION: ChatMessage = {"role": "user", "content": "."}
 """Stands for all that was said before the answer."""
 
 
@@ -53,7 +139,7 @@ class TailRenderer:
 
         None when the template does not tell: then the chat must be rendered as a whole."""
         first = takewhile(lambda message: message["role"] in ("system", "developer"), before)
-        for beginning in ([*first, QUESTION], before):
+        for beginning in ([*first, ANY_QUESTION], before):
             for stand_in in self._stand_ins(answer):
                 try:
                     text = self._render([*beginning, stand_in, *new], tools)

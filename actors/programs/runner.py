@@ -32,7 +32,7 @@ from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
 from actors.sandboxes.as_json import to_json
 from actors.sandboxes.server_process import LARGEST_PACKET, received, sealed_file, spawned
-from actors.settings.programs import IsolationConfig
+from actors.settings.agents import IsolationConfig
 from bus.errors import ConfigError, SluiceError
 from bus.waiting import cancelled
 

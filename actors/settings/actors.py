@@ -7,7 +7,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
-from actors.settings.debate import DebateConfig
 from actors.settings.engines import EmbeddedEngineConfig, EngineConfig
 from actors.settings.environment import EnvironmentSettings, OneAnswerSettings
 from actors.settings.evaluation import EvaluationEngine, EvaluatorConfig
@@ -16,7 +15,7 @@ from actors.settings.games import GameConfig
 from actors.settings.groups import FailureLimitsConfig, GroupLimitsConfig, InterruptionConfig, RetriesConfig
 from actors.settings.length_profile import LengthProfileConfig
 from actors.settings.opponents import OpponentConfig, refuse_misnamed
-from actors.settings.panel import PanelConfig
+from actors.settings.panel import DebateConfig, PanelConfig
 from actors.settings.rewards import RewardConfig, UnfinishedConfig
 from actors.settings.tool_chat import ToolsConfig
 from bus.config import MOST_KEPT, Config

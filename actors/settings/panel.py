@@ -81,3 +81,60 @@ def refuse_template(name: str, template: str, *, allowed: frozenset[str]) -> Non
         raise ValueError(
             f"{name}={template!r} must contain {{answers}}{others}; other braces are written twice"
         )
+
+
+VOTE, SELF = "vote", "self"
+"""Judges that are no opponents: the rule, and the policy itself."""
+
+
+class DebateConfig(SeveralAgentsConfig):
+    """Environment in which several agents of one policy answer a task, see each other's answers and answer
+    again, round after round, until a judge decides (arXiv:2305.14325)."""
+
+    type: Literal["debate"] = "debate"
+    built_by: ClassVar[str] = "actors.environments.debate:Debate.from_config"
+
+    debaters: int = Field(3, ge=2, le=26)
+    """Number of agents that debate."""
+
+    rounds: int = Field(2, ge=1)
+    """Answers of each debater; from the second on it has seen those of the others."""
+
+    reply_prompt: str = "others {answers}"
+    """What a debater is told before its next answer. `{answers}` are those of the other debaters after their
+    letters, as `b 12 c 21`."""
+
+    decided_by: str = VOTE
+    """Who decides. `vote`: the answer that most debaters end with, of equal ones the earliest debater's;
+    answers are compared as texts, letter by letter. `self`: an agent of the policy, which is trained to
+    choose. Any other name is one of `actors.opponents`, which is not trained, or of `policies`."""
+
+    judge_prompt: str = "{prompt} judge {answers}"
+    """What a judge that is an agent is asked. `{prompt}` is the task's last message, `{answers}` are the
+    debaters' last answers after their letters. It is to answer with a letter; with any other text, and
+    where the answers do not fit into its context, the debate has no winner and the outcome is 0."""
+
+    decision_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the reward of the answer that was decided on in the rewards of all debaters, beside that of
+    their own last answer."""
+
+    win_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """What a debater gets besides if it ended with the answer that was decided on, right or wrong."""
+
+    opponent_setting: ClassVar[str] = "decided_by"
+
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        """Return the names of the debaters and of a judge that is an agent."""
+        return (*(f"debater-{n + 1}" for n in range(self.debaters)), "judge")
+
+    @property
+    def opponents_named(self) -> tuple[str, ...]:
+        """Return the names among `actors.opponents` that it needs."""
+        return () if self.decided_by in (VOTE, SELF) else (self.decided_by,)
+
+    @model_validator(mode="after")
+    def _prompts_name_what_there_is(self) -> Self:
+        refuse_template("reply_prompt", self.reply_prompt, allowed=frozenset({"answers"}))
+        refuse_template("judge_prompt", self.judge_prompt, allowed=frozenset({"answers", "prompt"}))
+        return self

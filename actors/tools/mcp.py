@@ -22,7 +22,7 @@ from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextCon
 
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON, Task
-from actors.settings.programs import with_own_python
+from actors.settings.agents import with_own_python
 from actors.settings.tools import McpConfig
 from actors.tools.base import Arguments, ToolResult
 from bus.errors import ConfigError

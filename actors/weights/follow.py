@@ -14,8 +14,7 @@ import torch
 from actors.engines.announced_version import Published
 from actors.engines.base import Engine, TakesPublished
 from actors.engines.served_adapters import ServedAdapters
-from actors.weights.received import Receiver
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import Receiver, torch_tensors
 from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, SluiceError, StorageError, WeightsKeptError

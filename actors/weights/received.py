@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from xxhash import xxh3_128_digest
 
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.changes import note
-from actors.weights.torch_tensors import torch_tensor
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import AdaptedBase, BlobRef, DeltaRef, PolicyManifest
 from bus.process.process_tuning import return_freed_memory
@@ -26,7 +25,31 @@ from storage.weights.array_pool import SpareMemory
 from storage.weights.blob_sources import BlobSource
 from storage.weights.deltas import apply_delta
 from storage.weights.quantisation import published_as
-from storage.weights.tensors import HostTensor, NewWords, Weights, in_order, read_snapshot, spare_threads
+from storage.weights.tensors import (
+    TORCH_DTYPES,
+    HostTensor,
+    NewWords,
+    Weights,
+    in_order,
+    read_snapshot,
+    spare_threads,
+)
+
+DTYPES = {name: getattr(torch, dtype) for name, dtype in TORCH_DTYPES.items()}
+
+
+def torch_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, torch.Tensor]:
+    """Return the same memory as tensors, to be read only. Raises `StorageError` for a dtype torch lacks."""
+    if unknown := {tensor.dtype for tensor in tensors.values()} - DTYPES.keys():
+        raise StorageError(f"torch has no {', '.join(sorted(unknown))}")
+    return {name: torch_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def torch_tensor(tensor: HostTensor) -> torch.Tensor:
+    """Return the same memory as a tensor of a dtype that torch has."""
+    words = torch.from_numpy(tensor.words.view(f"i{tensor.words.itemsize}"))
+    return words.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
 
 SMALLEST_NORM = 1e-30
 """Rows of zeros stay zeros."""

@@ -1,19 +1,20 @@
 """A run of this host, as `launch.start` and `launch.attach` return it."""
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Generic, Self, TypeVar
 
+from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from bus.trajectory import Trajectory
 from launch.api.child import LocalProcess
-from launch.api.result import Result, result_of
-from launch.api.stream import Stream
 from launch.dashboard.metrics_source import MetricsFile
 from launch.model_files.model_directory import model_of_run
 from launch.operations.run_stop import stop_run
@@ -26,12 +27,121 @@ from launch.trajectories.token_texts import Decode, decoder
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.held_out_answers import HeldOutStore
-from storage.metrics.records import Record
+from storage.metrics.records import Record, integer, number
 
+
+@dataclass(frozen=True)
+class Result:
+    """What a run is judged by once it has ended; None stands for what was not measured."""
+
+    run: str
+    stage: str
+    """`done` when the learner ended by itself; `starting`, `warmup` or `rl` of a run that was stopped."""
+    steps: int
+    """Optimizer steps of reinforcement learning."""
+    policy_version: int
+    accuracy_start: float | None
+    """Held-out reward of the untrained policy, sampled."""
+    accuracy_end: float | None
+    """Held-out reward of the last version, sampled."""
+    wall_s: float
+    """Seconds of the latest launch."""
+    trajectories_trained: int
+    max_staleness_seen: int
+    """Worst staleness of a trained trajectory, in policy versions."""
+    export: Path | None
+    """Directory of the trained model, which transformers loads."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    summary: Mapping[str, Json]
+    """All of summary.json."""
+
+
+def result_of(summary: Mapping[str, Json]) -> Result:
+    """Return the result that a run's summary tells."""
+    return Result(
+        run=str(summary["run"]),
+        stage=str(summary["stage"]),
+        steps=integer(summary, "steps"),
+        policy_version=integer(summary, "policy_version"),
+        accuracy_start=_measured(summary, "heldout_accuracy_start"),
+        accuracy_end=_measured(summary, "heldout_accuracy_end"),
+        wall_s=number(summary, "wall_s"),
+        trajectories_trained=integer(summary, "trajectories_trained"),
+        max_staleness_seen=integer(summary, "max_staleness_seen"),
+        export=_path(summary, "export"),
+        checkpoint=_path(summary, "checkpoint"),
+        summary=summary,
+    )
+
+
+def _measured(summary: Mapping[str, Json], key: str) -> float | None:
+    value = number(summary, key)
+    return value if isfinite(value) else None
+
+
+def _path(summary: Mapping[str, Json], key: str) -> Path | None:
+    value = summary.get(key)
+    return Path(value) if isinstance(value, str) else None
+
+
+T = TypeVar("T")
 POLL_S = 0.5
+"""Time between two looks for new values."""
+
+
+class Stream(Generic[T]):
+    """Values in their order, from the first one on: those that are there, then those that come.
+
+    It ends with the run. Each `for` and each `async for` over it begins anew."""
+
+    def __init__(
+        self, begin: Callable[[], Callable[[], Sequence[T]]], running: Callable[[], bool],
+        raise_failure: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`begin` makes what takes the next values, and `running` says whether more may follow.
+
+        `raise_failure` is called after the last value; it raises the error that ended the run, if one did."""
+        self._begin = begin
+        self._running = running
+        self._raise_failure = raise_failure
+
+    def __iter__(self) -> Iterator[T]:
+        """Wait in this thread for what is not there yet."""
+        take, over = self._begin(), False
+        while not over:
+            over, found = self._look(take)
+            yield from found
+            if not (over or found):
+                time.sleep(POLL_S)
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """Wait without holding up the event loop."""
+        take, over = self._begin(), False
+        while not over:
+            over, found = await asyncio.to_thread(self._look, take)
+            for value in found:
+                yield value
+            if not (over or found):
+                await asyncio.sleep(POLL_S)
+
+    def _look(self, take: Callable[[], Sequence[T]]) -> tuple[bool, Sequence[T]]:
+        """Return whether it is over, and the next values. Raises the failure of the run after the last."""
+        ended = not self._running()  # first: what came last is taken
+        try:
+            found = take()
+        except SluiceError:
+            if ended:
+                self._raise_failure()  # it says why the files are missing
+            raise
+        over = ended and not found
+        if over:
+            self._raise_failure()
+        return over, found
+
+
 STOP_TIMEOUT_S = 180.0
 """A learner may take two minutes to finish its step and save a checkpoint."""
-T = TypeVar("T")
 AT_ONCE = 64
 """Most groups whose trajectories are taken at a time."""
 

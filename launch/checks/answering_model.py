@@ -26,7 +26,7 @@ from actors.settings.evaluation import ChatEndpointConfig
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_directory
-from launch.run_view.run_checkpoint import described_by, is_of_fsdp, newest_checkpoint
+from launch.run_view.source_run import described_by, is_of_fsdp, newest_checkpoint
 from launch.settings.run_config import RunConfig
 from storage.chats.stop_tokens import stop_token_ids
 from storage.disk.run_directory import RunDirectory

@@ -31,9 +31,9 @@ from launch.model_files.model_directory import (
     refuse_full_context,
     refuse_headless_model,
     refuse_other_angles,
+    weight_files,
 )
 from launch.model_files.vision_checks import refuse_unfit_vision
-from launch.model_files.weight_files import weight_files
 from launch.process.record_trust import unsigned_remark
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.recorded_runs import going_on

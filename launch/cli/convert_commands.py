@@ -50,7 +50,7 @@ def hf_to_megatron(source: Path, target: Target) -> None:
 @convert.command(usage="Usage: launch convert megatron-to-hf SOURCE TARGET [OPTIONS]")
 def megatron_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory."""
-    from launch.run_view.run_checkpoint import described_by, newest_checkpoint
+    from launch.run_view.source_run import described_by, newest_checkpoint
     from learner.convert.megatron import megatron_to_hf
 
     configure_logging()
@@ -62,7 +62,7 @@ def megatron_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = N
 @convert.command(usage="Usage: launch convert fsdp-to-hf SOURCE TARGET [OPTIONS]")
 def fsdp_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
     """Write the weights of a checkpoint of learner.backend=fsdp as a Hugging Face directory, in float32."""
-    from launch.run_view.run_checkpoint import described_by, newest_checkpoint
+    from launch.run_view.source_run import described_by, newest_checkpoint
     from learner.convert.fsdp import fsdp_to_hf
 
     configure_logging()

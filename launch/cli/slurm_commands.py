@@ -33,9 +33,8 @@ def slurm(
         Submit the jobs, from a login node of the cluster.
     """
     from launch.cli.print_config import printed_toml
-    from launch.slurm.jobs import write_jobs
-    from launch.slurm.submission import refuse_no_cluster
-    from launch.slurm.submission import submit as submit_jobs
+    from launch.slurm.jobs import refuse_no_cluster, write_jobs
+    from launch.slurm.jobs import submit as submit_jobs
 
     log_as(log, "slurm", level="warning")
     sources = GivenSettings(preset_name=preset_name, config=config).sources(settings)

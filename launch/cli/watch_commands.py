@@ -1,6 +1,7 @@
 """`launch watch` and `launch dashboard`: the live view of a run, in the terminal and in a browser."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -13,10 +14,13 @@ from cyclopts.validators import Number
 from bus.errors import ConfigError
 from launch.cli.app import (
     READERS,
+    AsJson,
     Certificate,
     CertificateKey,
     CredsFile,
     Insecure,
+    LiveRun,
+    OfLiveRun,
     RunBusUrl,
     RunName,
     RunsDirectory,
@@ -30,6 +34,63 @@ from launch.process.runtime import run
 from launch.settings.environment_variables import RUN_VARIABLE
 from launch.settings.run_config import RunConfig, validate
 from launch.settings.short_forms import short_forms
+
+
+@app.command(usage="Usage: launch status --run NAME [OPTIONS]")
+def status(
+    *,
+    live_run: OfLiveRun = LiveRun(),
+    as_json: AsJson = False,
+) -> None:
+    """Show on one screen how a live run is, and what everyone waits for; from any host, in three seconds.
+
+    The exit status is 0 for a healthy run or one that is done, 1 when something is missing or stuck, 2 for a
+    mistake such as an unknown run, and 75 when the bus is away.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line, whose keys docs/operations.md describes.
+    """
+    from launch.run_view.run_status import look_at_run
+    from launch.screens.status_report import report, screen
+
+    configure_logging("error")
+    where = live_run.live_config(*READERS)
+    found = report(run(partial(look_at_run, where)))
+    print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
+    raise SystemExit(0 if found["healthy"] else 1)
+
+
+@app.command(usage="Usage: launch verify --run NAME [--records DIR...] [OPTIONS]")
+def verify(
+    *,
+    live_run: OfLiveRun = LiveRun(),
+    records: tuple[Path, ...] = (),
+    as_json: AsJson = False,
+) -> None:
+    """Account for every trajectory: compare what actors sent, what is stored and what was trained on.
+
+    The run may go on, or have ended; its stores, ledger and lineage are read from its directory. The exit
+    status is 1 if a trajectory was lost, altered, used twice or is in no record, and 3 if records are not
+    here, so that nothing says whether all is well.
+
+    Parameters
+    ----------
+    records
+        Directories with the account/ of other hosts of actors, copied here.
+    as_json
+        Print one JSON object on one line, which names everything that was found.
+    """
+    from launch.verify.comparison import status_of
+    from launch.verify.verify import screen, verify_run
+
+    configure_logging("error")
+    where = live_run.config()
+    found = run(partial(verify_run, where, records))
+    print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
+    raise SystemExit(status_of(found))
+
 
 StepsDirectory = Annotated[
     RunsDirectory,

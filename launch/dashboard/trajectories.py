@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from bus.codec import Json
 from bus.errors import ConfigError, SchemaError
 from bus.trajectory import Trajectory
-from launch.trajectories.facts import ratios_of
+from launch.trajectories.facts import ratios_of, spans
 from launch.trajectories.held_out import group_of
 from launch.trajectories.search import (
     TrajectoryFilter,
@@ -19,7 +19,6 @@ from launch.trajectories.search import (
     sampled_versions,
 )
 from launch.trajectories.sources import TrajectorySource
-from launch.trajectories.spans import spans
 from launch.trajectories.token_texts import Decode, token_texts
 from launch.trajectories.training import GroupTraining
 

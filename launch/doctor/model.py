@@ -11,8 +11,9 @@ from launch.model_files.model_directory import (
     refuse_full_context,
     refuse_headless_model,
     refuse_other_angles,
+    tensors_in,
+    weight_files,
 )
-from launch.model_files.weight_files import tensors_in, weight_files
 from launch.settings.run_config import RunConfig
 from storage.model_files.model_reading import (
     context_of,

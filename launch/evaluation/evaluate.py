@@ -36,7 +36,7 @@ from launch.checks.answering_model import (
 )
 from launch.checks.start_checks import check_start
 from launch.evaluation.answers_file import GREEDY, AnswersFile, EvaluationAnswer
-from launch.run_view.run_checkpoint import newest_checkpoint
+from launch.run_view.source_run import newest_checkpoint
 from launch.services.hidden_files import hidden_files
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import write_json

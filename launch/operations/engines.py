@@ -16,7 +16,7 @@ from launch.settings.run_config import RunConfig
 
 LISTEN_S = 2.0
 """Time to listen for actors, each of which sends its status twice a second."""
-ANSWER_TIMEOUT_S = 180.0
+ENGINE_TIMEOUT_S = 180.0
 """Time to wait for an engine that leaves, which hands out its tokens and closes first."""
 
 Engines = Mapping[str, Mapping[str, Json]]
@@ -40,7 +40,7 @@ async def change_engine(
         found = await _engines(bus, where)
         chosen = _chosen(found, change, actor)
         asked = Asked(chosen, chosen, "whether it did so is not known: `launch engines list` shows it")
-        await answer_of(bus, subject_of(bus, chosen), change, Done, asked, timeout_s=ANSWER_TIMEOUT_S)
+        await answer_of(bus, subject_of(bus, chosen), change, Done, asked, timeout_s=ENGINE_TIMEOUT_S)
         return chosen
 
 

@@ -14,7 +14,7 @@ from storage.prompt_files.dataset import encoded_prompts, load_prompts
 
 RUN_TIMEOUT_S = 5.0
 """Longest wait for a run, since only one that goes on takes other prompts."""
-ANSWER_TIMEOUT_S = 300.0
+PROMPTS_TIMEOUT_S = 300.0
 """Longest wait for the answer, before which every prompt is rendered and tokenised."""
 
 
@@ -40,6 +40,6 @@ async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.E
         )
         subject = bus.subject("rpc", "data")
         try:
-            return await answer_of(bus, subject, request, DataAccepted, asked, timeout_s=ANSWER_TIMEOUT_S)
+            return await answer_of(bus, subject, request, DataAccepted, asked, timeout_s=PROMPTS_TIMEOUT_S)
         finally:
             await delete_blob(bus, blob)

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from transformers import PretrainedConfig
 
-from launch.plan.sizes import layer_elements, size
-from launch.plan.weights import Weight, adapter_elements
+from launch.plan.sizes import Weight, adapter_elements, layer_elements, size
 from learner.config.learner import LearnerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig

@@ -20,8 +20,7 @@ from launch.plan.memory import (
     learner_host,
     learner_rank,
 )
-from launch.plan.sizes import is_mixture, kv_bytes, size
-from launch.plan.weights import weights_of
+from launch.plan.sizes import is_mixture, kv_bytes, size, weights_of
 from launch.settings.run_config import RunConfig, merge
 from learner.backends.shared.trainable import TrainableWeights
 from learner.backends.suitability import refuse_untrainable, trains

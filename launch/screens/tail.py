@@ -16,10 +16,9 @@ from bus.errors import BusError
 from bus.trajectory import TRUSTED_ENDS, Trajectory
 from bus.waiting import set_within
 from launch.screens.completion_table import number, reward_parts
-from launch.trajectories.facts import RATIOS, facts_of
+from launch.trajectories.facts import RATIOS, facts_of, spans
 from launch.trajectories.search import AT_ONCE, Search, TrajectoryFilter, newest, opened
 from launch.trajectories.sources import TrajectorySource
-from launch.trajectories.spans import spans
 from launch.trajectories.token_texts import Decode
 from launch.trajectories.training import GroupTraining
 

@@ -1,5 +1,6 @@
 """What is told of a trajectory besides its text, in the terminal and in an export."""
 
+from collections.abc import Iterator
 from math import isfinite
 
 from bus.codec import Json
@@ -7,6 +8,19 @@ from bus.trajectory import SOURCE, Trajectory
 from launch.trajectories.search import known_reward
 from launch.trajectories.training import GroupTraining, is_greedy
 from learner.data.outcomes import ImportanceRatios
+
+
+def spans(t: Trajectory) -> Iterator[tuple[int, int, int | None]]:
+    """Yield the parts of a trajectory as tokens [start, stop), with the number of the turn, if it is one."""
+    end = 0
+    for number, turn in enumerate(t.turns):
+        if turn.start > end:
+            yield end, turn.start, None
+        yield turn.start, turn.stop, number
+        end = turn.stop
+    if len(t.token_ids) > end:
+        yield end, len(t.token_ids), None
+
 
 RATIOS = ("importance_ratio", "importance_ratio_min", "importance_ratio_max", "truncated_fraction")
 """Names of `ImportanceRatios`, in their order."""

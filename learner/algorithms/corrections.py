@@ -5,8 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learner.algorithms.tokens import LARGEST_LOG_RATIO
-from learner.algorithms.whole_sequences import by_sequence
+from learner.algorithms.tokens import LARGEST_LOG_RATIO, by_sequence
 
 Bound = Literal["truncate", "clip", "mask"]
 

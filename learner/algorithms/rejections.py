@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learner.algorithms.tokens import LARGEST_LOG_RATIO
-from learner.algorithms.whole_sequences import by_sequence
+from learner.algorithms.tokens import LARGEST_LOG_RATIO, by_sequence
 
 CERTAIN = 1e-6
 """Probabilities are kept this far from 0 and 1 in a logarithm: float32 takes likely tokens for certain."""

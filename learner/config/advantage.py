@@ -10,7 +10,7 @@ from learner.config.plugin import Choice, Plugin
 
 
 class AdvantageEstimator(Choice):
-    """Base of the advantage estimators (learner/algorithms/advantages/estimator.py)."""
+    """Base of the advantage estimators (learner/algorithms/advantages/step_advantages.py)."""
 
     whitens: ClassVar[bool] = False
     """Its advantages have mean 0 and variance 1 over the step already."""

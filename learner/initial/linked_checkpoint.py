@@ -14,7 +14,7 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.fingerprint import fingerprint
 from learner.backends.model_loading import load_hf_directory, merged_model
 from learner.config.lora import LoraConfig
-from learner.initial.reward_model import refuse_reward_model
+from learner.initial.initial import refuse_reward_model
 from learner.model_directories.checkpoint_manifest import (
     ADAPTERS,
     MANIFEST,

@@ -29,7 +29,7 @@ from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.data.outcomes import ImportanceRatios
 from learner.distributed.process_group import Peers, gathered
-from learner.logprobs.recorded_logprobs import recorded_logprobs
+from learner.logprobs.logprobs import recorded_logprobs
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.metrics.profiler import Profiler, RankProfile
 from learner.model_directories.dtypes import published_dtype
@@ -74,7 +74,7 @@ class Rank:
         model that a text model is published in."""
         self.hf_config = backend.hf_config
         self.recorded: Mapping[str, NDArray[np.float32]] = {}
-        """Log-probs of a few trajectories of the latest step (learner/logprobs/recorded_logprobs.py)."""
+        """Log-probs of a few trajectories of the latest step (learner/logprobs/logprobs.py)."""
         self.trained_copies: list[Copy] = []
         """Every trajectory of the groups of the latest step, those of all ranks."""
         self.trained_ratios: Mapping[str, ImportanceRatios] = {}

@@ -11,8 +11,7 @@ from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.images.encoded import ImageError, ImageFiles, embedded, named_files
 from storage.prompt_files.hub_data import fetch_images
-from storage.prompt_files.own_rows import own_rows
-from storage.prompt_files.rows import Row, kind_of, missing_key, read_rows
+from storage.prompt_files.rows import Row, kind_of, missing_key, own_rows, read_rows
 from storage.prompt_files.stored_prompts import StoredPrompts
 from storage.settings.data import PromptKeys
 

@@ -28,7 +28,7 @@ from actors.tools.build import build_tools
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from launch.settings.run_config import RunConfig, validate
-from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.algorithms.aggregation import aggregation
 from learner.algorithms.hooks import figures_after_step, with_processed_rewards
 from learner.algorithms.losses.objective import Objective, token_losses

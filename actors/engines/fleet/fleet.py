@@ -16,8 +16,7 @@ import xxhash
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, KvTokens, WorkCounts
 from actors.engines.fleet.cache_use import total_of
-from actors.engines.fleet.engine_state import ScoredTokens
-from actors.engines.fleet.host_weights import HostWeights
+from actors.engines.fleet.engine_state import HostWeights, ScoredTokens
 from actors.engines.fleet.member import Build, Member
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.settings.fleet import FleetConfig

@@ -21,8 +21,7 @@ from actors.engines.base import (
     WorkCounts,
 )
 from actors.engines.fleet.cache_use import CacheUse
-from actors.engines.fleet.engine_state import EngineState, ScoredTokens
-from actors.engines.fleet.host_weights import HostWeights
+from actors.engines.fleet.engine_state import EngineState, HostWeights, ScoredTokens
 from actors.engines.fleet.pending_request import PendingRequest, left_of, sound
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError

@@ -1,9 +1,22 @@
 """Contract of text games: whose turn it is, what that player sees, and what it wins."""
 
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from actors.episodes.task import Task
+
+SEED = "seed"
+"""Field of a prompt's metadata that names its seed."""
+
+
+def seed_of(task: Task) -> int:
+    """Return the seed that the task's metadata names, or else one of its prompt: all rollouts begin alike."""
+    named = task.metadata.get(SEED)
+    if isinstance(named, int) and not isinstance(named, bool):
+        return named
+    digest = blake2b(repr(task.messages[-1].get("content")).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class Game(Protocol):

@@ -12,8 +12,14 @@ from typing import ParamSpec, Self, TypeVar
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
 from actors.environments.games.built_in import GuessNumberPlay, NimPlay
 from actors.episodes.episode import Episode
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses, is_of_host
+from actors.episodes.errors import (
+    FAULT_FRACTION,
+    LONGEST_FAULT,
+    REWARD_FAULT,
+    EpisodeError,
+    LatestUses,
+    is_of_host,
+)
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy

@@ -7,8 +7,7 @@ from typing import Any
 
 import gymnasium
 
-from actors.environments.games.base import Start
-from actors.environments.games.seeds import seed_of
+from actors.environments.games.base import Start, seed_of
 from actors.episodes.task import Task
 from actors.settings.games import GymnasiumGame
 from bus.errors import ConfigError

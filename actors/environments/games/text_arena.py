@@ -6,8 +6,7 @@ from functools import partial
 
 import textarena
 
-from actors.environments.games.base import Start
-from actors.environments.games.seeds import seed_of
+from actors.environments.games.base import Start, seed_of
 from actors.episodes.task import Task
 from actors.settings.games import TextArenaGame
 from bus.errors import ConfigError

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from actors.rewards.base import GroupReward, Reward
-from actors.rewards.builtin.judge import Judge
 from actors.rewards.builtin.math_answer import DeepScaleR, MathAnswer
 from actors.rewards.builtin.quick import (
     contains,
@@ -20,8 +19,7 @@ from actors.rewards.builtin.quick import (
     sandbox_check,
 )
 from actors.rewards.builtin.reasoning_gym import ReasoningGym
-from actors.rewards.builtin.remote import Remote
-from actors.rewards.builtin.reward_model import RewardModel
+from actors.rewards.builtin.served import Judge, Remote, RewardModel
 from actors.rewards.code.reward import CodeTests
 from actors.rewards.instructions.reward import instructions
 from actors.settings.rewards import RewardConfig

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Self
 
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT
+from actors.episodes.errors import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT
 from actors.episodes.task import Answer, Task
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError, Scored

@@ -7,7 +7,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Self, TypeVar, cast
 
-from actors.episodes.policy_faults import LatestUses, is_of_host
+from actors.episodes.errors import LatestUses, is_of_host
 from actors.episodes.task import Answer
 from actors.rewards.answer_faults import Failure, judged
 from actors.rewards.base import (

@@ -1,6 +1,6 @@
 """Rewards relative to those of other rollouts of the prompt."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -8,14 +8,53 @@ import numpy as np
 from bus.agent_rewards import are_equal
 from bus.errors import ConfigError
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.peers import (
-    PeerKeys,
-    relative_to_peers,
-    rewards_relative_to_peers,
-    rollouts_of_agent,
-)
 from learner.algorithms.advantages.whitening import whitened
 from learner.distributed.exact_sums import SumsOverRanks
+
+Value = Callable[[Trajectory], float | None]
+"""What is compared of a trajectory, such as its reward; None where it has no such thing."""
+Relative = Callable[[np.ndarray], np.ndarray]
+"""Turns values of peers, [G], into their advantages, [G]."""
+PeerKeys = Callable[[Trajectory], tuple[Hashable, Hashable]]
+"""Says which trajectories are compared with each other, and which of those count once, with their mean."""
+
+
+def rollouts_of_agent(trajectory: Trajectory) -> tuple[Hashable, Hashable]:
+    """Compare an agent with itself in the other rollouts; its trajectories in one of them count once.
+
+    Rewards of different agents are of different scales and for answers to different prompts, so each (policy,
+    agent) has a baseline of its own (agent-wise groups, arXiv:2510.11062). Forks of one rollout are not
+    independent of each other."""
+    return (trajectory.policy, trajectory.agent), trajectory.rollout
+
+
+def relative_to_peers(
+    group: Sequence[Trajectory], value: Value, relative: Relative, peers: PeerKeys = rollouts_of_agent
+) -> list[float | None]:
+    """Return the advantage of each trajectory of a prompt by `relative`, which sees the values of peers.
+
+    Trajectories that are not trained, or have no value, are in no baseline and get None.
+    """
+    values: dict[Hashable, dict[Hashable, list[float]]] = {}
+    places: list[tuple[Hashable, Hashable] | None] = []
+    for trajectory in group:
+        found = value(trajectory) if trajectory.is_trained else None
+        places.append(None if found is None else peers(trajectory))
+        if found is not None:
+            whose, unit = peers(trajectory)
+            values.setdefault(whose, {}).setdefault(unit, []).append(found)
+    advantages: dict[tuple[Hashable, Hashable], float] = {}
+    for whose, units in values.items():
+        means = np.array([sum(parts) / len(parts) for parts in units.values()])
+        advantages |= {(whose, unit): float(a) for unit, a in zip(units, relative(means), strict=True)}
+    return [None if place is None else advantages[place] for place in places]
+
+
+def rewards_relative_to_peers(
+    group: Sequence[Trajectory], relative: Relative, peers: PeerKeys = rollouts_of_agent
+) -> list[float]:
+    """Return the advantages of the outcomes' rewards; 0 for what is not trained."""
+    return [found or 0.0 for found in relative_to_peers(group, lambda t: t.reward, relative, peers)]
 
 
 def rloo_advantages(groups: Groups) -> list[list[float]]:
@@ -86,8 +125,8 @@ def grpo_advantages(groups: Groups, *, normalize_std: bool, std_floor: float) ->
     """Compare each agent of an episode with itself in the other episodes of its group.
 
     The baseline is that of arXiv:2402.03300, eq. 3, with outcome rewards, for each agent
-    (`learner.algorithms.advantages.peers.rollouts_of_agent`). Without the division it is that of Dr. GRPO
-    (arXiv:2503.20783), which also divides the loss by a constant.
+    (`rollouts_of_agent`). Without the division it is that of Dr. GRPO (arXiv:2503.20783), which also divides
+    the loss by a constant.
 
     Args:
         groups: trajectories of one prompt each. Those that are not trained are in no baseline and get 0.

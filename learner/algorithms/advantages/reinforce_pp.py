@@ -6,7 +6,7 @@ import numpy as np
 
 from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.gae import Penalties
-from learner.algorithms.advantages.peers import rewards_relative_to_peers
+from learner.algorithms.advantages.group_baselines import rewards_relative_to_peers
 from learner.algorithms.advantages.whitening import trained_tokens, whitened
 from learner.distributed.exact_sums import SumsOverRanks
 

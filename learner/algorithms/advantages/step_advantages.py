@@ -1,16 +1,13 @@
 """From the rewards of a step to its advantages: a function of the user's, shaping, estimation, whitening."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bus.trajectory import Groups
-from learner.algorithms.advantages.estimator import (
-    Advantage,
-    Offered,
-    estimate_advantages,
-    takes_token_penalties,
-)
+from bus.errors import ConfigError
+from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
 from learner.algorithms.advantages.gae import CriticValues, value_targets
 from learner.algorithms.advantages.reward_shaping import (
     TokenPenalties,
@@ -19,9 +16,88 @@ from learner.algorithms.advantages.reward_shaping import (
     with_token_penalties,
 )
 from learner.algorithms.advantages.whitening import whitened
+from learner.algorithms.plugin import asked_for, chosen_function
+from learner.config.advantage import AdvantageEstimator
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample
-from learner.distributed.exact_sums import SumsOverRanks
+from learner.distributed.exact_sums import SumsOverRanks, exact_sums
+
+Advantage = float | NDArray[np.floating]
+"""A trajectory's advantage: one for all its tokens, or [L]."""
+Estimator = Callable[..., Sequence[Sequence[Advantage]]]
+"""An estimator takes this rank's groups, in which all trajectories of a prompt are together, trained or not,
+with episodes, agents, turns and rewards; and what it has parameters for of `Offered`. It returns an advantage
+for each trajectory; those of what is not trained are ignored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offered:
+    """Says what an estimator gets beside the groups, if it has a parameter of that name."""
+
+    sums: SumsOverRanks = exact_sums
+    """Adds up rows of numbers over all data-parallel ranks (learner/distributed/exact_sums.py)."""
+    token_penalties: Sequence[Sequence[Advantage]] | None = None
+    """What is taken from the reward of each token of each trajectory, one number or [L]; None takes nothing.
+    From the rewards that the groups have it is not taken yet."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """Numbers by name that the estimator changes in place and finds again at the next step, also after a
+    resume."""
+    critic: CriticValues | None = None
+    """What the critic thinks of the trajectories; None where there is no critic."""
+
+
+NOTHING = Offered()
+
+
+def advantage_estimator(config: AdvantageEstimator) -> Estimator:
+    """Return the configured estimator. Raises `ConfigError` for a user's function that cannot be loaded."""
+    return chosen_function("advantage", config)
+
+
+def takes_token_penalties(config: AdvantageEstimator) -> bool:
+    """Tell whether the estimator itself takes what each token's reward loses."""
+    return "token_penalties" in asked_for("advantage", advantage_estimator(config))
+
+
+def estimate_advantages(
+    config: AdvantageEstimator, groups: Groups, offered: Offered = NOTHING
+) -> list[list[Advantage]]:
+    """Advantages of each group's trajectories. Raises `ConfigError` when a user's function misfits."""
+    estimator = advantage_estimator(config)
+    given = {name: getattr(offered, name) for name in asked_for("advantage", estimator)}
+    if given.get("token_penalties", ()) is None:
+        given["token_penalties"] = [[0.0] * len(group) for group in groups]
+    if given.get("critic", ()) is None:
+        raise ConfigError(
+            f"advantage {config.type}: it has a parameter `critic`, and there is none: set "
+            "learner.critic.train=always"
+        )
+    found = [list(group) for group in estimator(groups, **given)]
+    if [len(group) for group in found] != [len(group) for group in groups]:
+        raise ConfigError(
+            f"advantage {config.type}: it returned {[len(group) for group in found]} advantages for groups "
+            f"of {[len(group) for group in groups]} trajectories: return one for each"
+        )
+    for group, advantages in zip(groups, found, strict=True):
+        for trajectory, advantage in zip(group, advantages, strict=True):
+            if trajectory.is_trained:
+                _refuse_misfit(trajectory, advantage)
+    return found
+
+
+def _refuse_misfit(trajectory: Trajectory, advantage: Advantage) -> None:
+    values, length = np.asarray(advantage), len(trajectory.token_ids)
+    if values.shape not in ((), (length,)) or not np.isfinite(values).all():
+        raise ConfigError(
+            f"the advantage of {trajectory.trajectory_id} has shape {list(values.shape)} and "
+            f"{'finite' if np.isfinite(values).all() else 'non-finite'} values: it is to be a finite number, "
+            f"or {length} of them, one for each token"
+        )
+    if np.abs(values).max(initial=0.0) > LARGEST_REWARD:
+        raise ConfigError(
+            f"the advantage of {trajectory.trajectory_id} is up to {np.abs(values).max()}, beyond float32: "
+            "have the environment give smaller rewards"
+        )
 
 
 def advantages_of_step(

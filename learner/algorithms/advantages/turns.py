@@ -9,8 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.group_baselines import relative_rewards
-from learner.algorithms.advantages.peers import Relative, relative_to_peers, rewards_relative_to_peers
+from learner.algorithms.advantages.group_baselines import (
+    Relative,
+    relative_rewards,
+    relative_to_peers,
+    rewards_relative_to_peers,
+)
 
 
 def discounted_return_advantages(

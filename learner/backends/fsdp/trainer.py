@@ -44,8 +44,7 @@ from learner.backends.shared.lora import refuse_other_adapters
 from learner.backends.shared.score_head import SCORE_HEAD
 from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
-from learner.backends.update.decision import decide
-from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.decision import decide, learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up, importance_ratios
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.backends.update.step_times import StepTimes

@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from bus.errors import ConfigError
+from learner.algorithms.losses.clipped import value_loss
 from learner.algorithms.losses.objective import LoggedSums
-from learner.algorithms.losses.value import value_loss
 from learner.backends.contract.backend import CriticSource, CriticUpdate
 from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import DistributedDataParallel
-from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.value_model import HEAD, ValueModel
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
-from learner.backends.megatron.update_step import accumulate_gradients, of_all_ranks, update_if_finite
+from learner.backends.megatron.update_step import (
+    accumulate_gradients,
+    forward_logprobs,
+    of_all_ranks,
+    update_if_finite,
+)
 from learner.backends.megatron.weights.rank_weights import load_hf_weights
-from learner.backends.update.decision import not_finite_in_a_row
-from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.decision import learning_rate, not_finite_in_a_row
 from learner.config.critic import CriticConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch

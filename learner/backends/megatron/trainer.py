@@ -17,18 +17,17 @@ from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import CriticSource, Exported, StepResult, TrainedAdapters
 from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.megatron.checkpoint_state import (
+    StagedWrites,
     load_state,
     refuse_other_training,
     stage_state,
     training_state,
 )
-from learner.backends.megatron.checkpoint_writer import StagedWrites
 from learner.backends.megatron.conversion.base import is_trained_with_adapters
 from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
 from learner.backends.megatron.fingerprint import fingerprint
-from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.lora import ChunkAdapters
@@ -41,13 +40,14 @@ from learner.backends.megatron.optimizer.optimizer import build_optimizer, confi
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import (
     accumulate_gradients,
+    forward_logprobs,
     forward_step,
     of_all_ranks,
     update_if_finite,
 )
 from learner.backends.megatron.weights.export import WeightExport
-from learner.backends.megatron.weights.extra_weights import weights_beside, without_beside
 from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
+from learner.backends.megatron.weights.misfits import weights_beside, without_beside
 from learner.backends.megatron.weights.quantised_weights import rounded_weights
 from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.quantised.rounding import Rounding
@@ -57,7 +57,7 @@ from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.shared.score_head import is_reward_model
 from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
-from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.decision import learning_rate
 from learner.backends.update.loss_step import importance_ratios
 from learner.backends.update.step_times import StepTimes
 from learner.config.lora import NO_LORA, LoraConfig

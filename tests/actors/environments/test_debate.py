@@ -14,7 +14,7 @@ from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.settings.actors import ActorsConfig
-from actors.settings.debate import DebateConfig
+from actors.settings.panel import DebateConfig
 from bus.errors import ConfigError, RequestRefusedError
 from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer

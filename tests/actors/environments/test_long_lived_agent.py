@@ -14,8 +14,7 @@ from actors.environments import clients, long_lived_agent
 from actors.environments.build import build_environment
 from actors.environments.long_lived_agent import LongLivedAgent
 from actors.episodes.episode import Episode
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import REWARD_FAULT
+from actors.episodes.errors import REWARD_FAULT, EpisodeError
 from actors.episodes.task import Task
 from actors.gateway.task_offers import Taker, TaskOffers
 from actors.policy.policy import Policy

@@ -18,8 +18,7 @@ from actors.environments.agent import AgentEnvironment
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.episodes.episode import Episode
-from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import REWARD_FAULT
+from actors.episodes.errors import REWARD_FAULT, EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.programs import runner
@@ -28,9 +27,8 @@ from actors.rewards.base import RewardError
 from actors.rollouts.worker import end_after
 from actors.settings.actors import PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
-from actors.settings.debate import DebateConfig
 from actors.settings.games import GameConfig, PluginGame
-from actors.settings.panel import PanelConfig
+from actors.settings.panel import DebateConfig, PanelConfig
 from bus.errors import HandBackError, RequestRefusedError
 from tests.actors.environments.test_payment import Schemer
 from tests.actors.gateway.served import TOKENIZER, encoded

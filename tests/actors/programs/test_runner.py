@@ -15,7 +15,7 @@ from actors.environments.agent_program import needed_files
 from actors.programs import hidden
 from actors.programs import runner as actor_side
 from actors.programs.runner import Program, ProgramEnd, ProgramRunner
-from actors.settings.programs import IsolationConfig
+from actors.settings.agents import IsolationConfig
 from bus.errors import ConfigError
 from tests.actors.environments.test_agent import running
 from tests.actors.gateway.served import until
@@ -180,7 +180,7 @@ async def test_process_that_starts_programs_is_started_again_when_somebody_kills
 
 ACTOR = """
 import asyncio, sys
-from actors.settings.programs import IsolationConfig
+from actors.settings.agents import IsolationConfig
 from actors.programs.runner import Program, ProgramRunner
 async def main():
     runner = ProgramRunner(IsolationConfig())

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from actors.episodes.policy_faults import LATEST, LatestUses, is_of_host
+from actors.episodes.errors import LATEST, LatestUses, is_of_host
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
 from actors.rewards.builtin.verifier_processes import VerifierProcesses

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from actors.episodes.task import Task
-from actors.rewards.builtin.reward_model import scoring
+from actors.rewards.builtin.served import scoring
 from actors.rewards.scoring.answer_scoring import answer_to
 from bus.messages import Prompt
 from learner.initial.scratch_model import character_tokenizer

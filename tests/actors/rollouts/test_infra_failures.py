@@ -23,7 +23,7 @@ from bus.codec import encode
 from bus.errors import ConfigError, EngineError
 from bus.policy_names import DEFAULT_POLICY
 from bus.streams.publish import Publisher
-from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
 from tests.actors.rollouts.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf

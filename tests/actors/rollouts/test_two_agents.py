@@ -12,7 +12,7 @@ from actors.rewards.group_filters import load_filter
 from actors.rollouts.worker import Worker
 from actors.weights.follow import PolicyFollower
 from bus.trajectory import Parent, Turn
-from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
 from learner.initial.scratch_model import character_tokenizer

@@ -8,8 +8,7 @@ import torch
 
 from actors.weights import follow as following_policy
 from actors.weights.follow import PolicyFollower
-from actors.weights.received import Receiver
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import Receiver, torch_tensors
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef
 from bus.streams.blob_store import put_blob

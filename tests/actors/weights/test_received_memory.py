@@ -7,8 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.settings.engines import EmbeddedEngineConfig
-from actors.weights.received import Receiver
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import Receiver, torch_tensors
 from bus.messages import PolicyManifest
 from learner.host_memory.host_tensors import host_tensors
 from storage.weights.blob_files import FileBlobs

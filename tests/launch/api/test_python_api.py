@@ -122,7 +122,7 @@ def test_a_run_that_failed_before_it_had_stores_says_why(tmp_path: Path):
 
 
 async def test_a_run_that_goes_on_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("launch.api.stream.POLL_S", 0.01)
+    monkeypatch.setattr("launch.api.run.POLL_S", 0.01)
     directory = make_run(tmp_path, "live", steps=2)
     run, seen, both = attached(directory), [], asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ async def test_a_run_that_goes_on_is_followed_until_it_ends(tmp_path: Path, monk
 
 
 def test_a_run_whose_stores_are_not_made_yet_has_no_trajectories(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("launch.api.stream.POLL_S", 0.0)
+    monkeypatch.setattr("launch.api.run.POLL_S", 0.0)
     directory = RunDirectory(tmp_path, "young")
     directory.config.write_text(RunConfig(run="young").model_dump_json())
     looks = iter([True, True, False, False])

@@ -14,8 +14,7 @@ from bus.errors import ConfigError
 from launch.cli.main import main
 from launch.plan.memory import Model, checkpoint_bytes, learner_rank
 from launch.plan.plan import Question, plan
-from launch.plan.sizes import kv_bytes
-from launch.plan.weights import adapter_elements, weights_of
+from launch.plan.sizes import adapter_elements, kv_bytes, weights_of
 from launch.settings.run_config import resolve
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.learner import LearnerConfig

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from launch.plan.memory import Model, learner_rank
 from launch.plan.plan import mfu, step_flops
-from launch.plan.weights import weights_of
+from launch.plan.sizes import weights_of
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.learner import LearnerConfig
 from learner.data.packing import pack

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_view.run_checkpoint import described_by, newest_checkpoint
+from launch.run_view.source_run import described_by, newest_checkpoint
 from launch.settings.run_config import resolve
 from learner.model_directories.checkpoint_manifest import MANIFEST
 from storage.disk.run_directory import RunDirectory

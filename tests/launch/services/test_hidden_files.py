@@ -11,7 +11,7 @@ import pytest
 import actors.service
 from actors.programs import hidden
 from actors.programs.runner import Program, ProgramRunner
-from actors.settings.programs import IsolationConfig
+from actors.settings.agents import IsolationConfig
 from bus.connection.bus import Bus
 from bus.messages import RunRecord
 from bus.server.nats_server import NatsServer, free_port, nats_binary

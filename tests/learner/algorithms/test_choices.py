@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from bus.trajectory import Groups
-from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.algorithms.losses.objective import Objective
 from learner.algorithms.plugin import ARGUMENTS, OFFERED, chosen_function
 from learner.algorithms.selection import Pick, selections

@@ -8,9 +8,13 @@ from pydantic import ValidationError
 
 from bus.errors import ConfigError
 from bus.trajectory import Trajectory, Turn
-from learner.algorithms.advantages.estimator import Offered, estimate_advantages
 from learner.algorithms.advantages.gae import CriticValues, TrajectoryValues, value_targets
-from learner.algorithms.advantages.step_advantages import advantages_of_step, with_value_targets
+from learner.algorithms.advantages.step_advantages import (
+    Offered,
+    advantages_of_step,
+    estimate_advantages,
+    with_value_targets,
+)
 from learner.algorithms.losses.objective import Objective
 from learner.config.advantage import GAEAdvantage, OverlongPenalty, PluginAdvantage
 from learner.config.critic import CriticConfig

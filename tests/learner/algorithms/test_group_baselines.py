@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from bus.errors import ConfigError
 from bus.trajectory import Parent
-from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.advantages.group_baselines import (
     gdpo_advantages,
     hierarchical_advantages,
     maxrl_advantages,
     rloo_advantages,
 )
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import (
     GDPOAdvantage,
     GRPOAdvantage,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.advantages.group_baselines import less_optimal_value
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bus.errors import ConfigError
-from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.advantages.group_baselines import grpo_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.algorithms.advantages.turns import discounted_return_advantages, turn_credit_advantages
 from learner.config.advantage import DiscountedReturns, TurnCredit
 from tests.learner.algorithms.rewarded import group, with_turns

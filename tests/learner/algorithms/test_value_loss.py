@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.losses.value import value_loss
+from learner.algorithms.losses.clipped import value_loss
 
 
 def test_half_the_squared_error_or_that_of_the_value_near_the_old_one():

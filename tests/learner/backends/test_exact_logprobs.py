@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.engines.embedded.decoder import BatchedDecoder
 from actors.engines.embedded.prepared_weights import prepare_weights
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import torch_tensors
 from bus.errors import ConfigError
 from learner.backends.contract.backend import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer

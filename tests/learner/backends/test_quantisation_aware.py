@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from actors.engines.embedded.prepared_weights import prepare_weights, without_quantisation
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import torch_tensors
 from bus.errors import ConfigError
 from learner.backends.contract.backend import Backend
 from learner.backends.factory import refuse_quantisation

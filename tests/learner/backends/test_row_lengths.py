@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from actors.weights.received import merged_weights
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import merged_weights, torch_tensors
 from learner.backends.shared.lora import excess, row_norms, squared_norms
 from learner.host_memory.host_tensors import host_tensors
 from storage.model_files.adapter_names import adapter_names, magnitude_name

@@ -4,7 +4,7 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from launch.settings.run_config import RunConfig, resolve
-from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.decision import learning_rate
 from learner.config.optimizer import ConstantSchedule, CosineSchedule, OptimizerConfig, WSDSchedule
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from learner.backends.fsdp.checkpoint import StagedShards
-from learner.backends.megatron.checkpoint_writer import StagedWrites
+from learner.backends.megatron.checkpoint_state import StagedWrites
 
 
 @pytest.fixture

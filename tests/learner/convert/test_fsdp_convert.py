@@ -13,7 +13,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.convert.fsdp import fsdp_to_hf
 from learner.convert.megatron import megatron_to_hf
 from learner.data.packing import pack
-from learner.initial.reward_model import as_reward_model
+from learner.initial.initial import as_reward_model
 from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import HFWeights, load_tokenizer
 from storage.disk.checkpoints import latest

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import torch_tensors
 from bus.errors import ConfigError, StorageError
 from learner.backends.model_loading import load_hf_directory
 from learner.convert.megatron import hf_to_megatron

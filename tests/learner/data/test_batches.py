@@ -6,7 +6,7 @@ import pytest
 from bus.errors import ConfigError
 from bus.kept_sets import KeptSets
 from bus.trajectory import Turn
-from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import GRPOAdvantage, PluginAdvantage
 from learner.data.batches import DIGESTS, make_step_batch, recorded_samples
 from learner.data.outcomes import Outcome, joined

@@ -8,7 +8,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.diagnostics import RecordedLogprobsConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
-from learner.logprobs.recorded_logprobs import recorded_logprobs
+from learner.logprobs.logprobs import recorded_logprobs
 from tests.learner.tiny import tiny_model
 from tests.learner.world.ranks_worker import group
 

@@ -14,8 +14,7 @@ from actors.engines.served_adapters import KNOWN, ServedAdapters, served_adapter
 from actors.settings.engines import SglangEngineConfig
 from actors.weights import follow as following_policy
 from actors.weights.follow import PolicyFollower, fetch_state
-from actors.weights.received import Receiver, merged_weights
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import Receiver, merged_weights, torch_tensors
 from bus.errors import ConfigError, StorageError
 from bus.messages import AdaptedBase, SnapshotWanted
 from learner.backends.fsdp.trainer import FsdpTrainer

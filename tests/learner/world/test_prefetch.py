@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
 from bus.errors import FencedError, StorageError
-from learner.backends.megatron.checkpoint_writer import StagedWrites
+from learner.backends.megatron.checkpoint_state import StagedWrites
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint import commit
 from learner.config.learner import CheckpointConfig, LearnerConfig

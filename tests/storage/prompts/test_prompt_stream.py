@@ -214,7 +214,7 @@ async def test_another_function_takes_over_before_the_rows_that_were_read_ahead(
 
 
 def test_elsewhere_a_function_ends_or_is_given_with_a_slice(monkeypatch):
-    monkeypatch.setattr("storage.prompt_files.own_rows.MOST_ROWS", 20)
+    monkeypatch.setattr("storage.prompt_files.rows.MOST_ROWS", 20)
     sources = [{"name": "a", "prompts": "my_rows:numbers@[3:7]"}, {"name": "b", "prompts": "my_rows:ten"}]
     found = read_prompts(DataConfig(sources=sources, heldout="my_rows:ten"), RunDirectory(Path(), "a"), 0)
     assert [prompt.content for prompt in found.training] == [*rows(3, 7), *rows(0, 10)]

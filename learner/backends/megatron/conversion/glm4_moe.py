@@ -12,16 +12,16 @@ from learner.backends.megatron.conversion.base import (
     layer_rule,
     replaced,
 )
-from learner.backends.megatron.conversion.head_names import BEHIND
-from learner.backends.megatron.conversion.partial_rotation import pieces_of, rotated_norm, rotated_qkv
-from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
-from learner.backends.megatron.conversion.sigmoid_routing import (
+from learner.backends.megatron.conversion.deepseek_v3 import (
     REQUIREMENTS,
     ROUTER,
     SHARED_EXPERT,
     experts_of,
     is_behind,
 )
+from learner.backends.megatron.conversion.head_names import BEHIND
+from learner.backends.megatron.conversion.partial_rotation import pieces_of, rotated_norm, rotated_qkv
+from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
 
 PROJECTIONS = ("q", "k", "v")
 

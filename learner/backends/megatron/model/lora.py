@@ -25,7 +25,7 @@ from learner.backends.megatron.model.adapter import (
     SharedRows,
 )
 from learner.backends.megatron.model.model import PolicyModel
-from learner.backends.megatron.weights.extra_weights import weights_beside
+from learner.backends.megatron.weights.misfits import weights_beside
 from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Holders,

@@ -10,7 +10,19 @@ from bus.errors import ConfigError, listed
 from learner.backends.megatron.conversion.base import OUTPUT
 from learner.backends.megatron.conversion.families import family_of
 from learner.backends.shared.score_head import is_reward_model
-from learner.model_directories.lazy_weights import LazyWeights
+from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State
+
+
+def weights_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
+    """Return the weights of `state` that are beside the model."""
+    beside = family_of(hf_config).beside
+    return SomeWeights(state, [name for name in state if beside(name)])
+
+
+def without_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
+    """Return the weights of `state` that are of the model."""
+    beside = family_of(hf_config).beside
+    return SomeWeights(state, [name for name in state if not beside(name)])
 
 
 def refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights) -> None:

@@ -25,9 +25,9 @@ from actors.evaluation.dedicated import beside_rollouts, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
-from actors.settings.debate import DebateConfig
 from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
+from actors.settings.panel import DebateConfig
 from actors.settings.tool_chat import ToolsConfig
 from bus.config import BusConfig
 from bus.connection import Bus

@@ -8,7 +8,7 @@ import torch
 
 from actors.engines.sglang import changes as sglang_changes
 from actors.engines.sglang.changes import changes, known, note
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import torch_tensors
 from storage.weights import tensors as in_parts
 from storage.weights.deltas import Moved, apply_delta, encode_delta
 from storage.weights.tensors import HostTensor, Weights

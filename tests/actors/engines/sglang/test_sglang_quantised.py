@@ -19,7 +19,7 @@ from actors.engines.sglang.loading import Loading
 from actors.engines.sglang.server.settings import interpreter, server_settings
 from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
-from actors.weights.torch_tensors import torch_tensors
+from actors.weights.received import torch_tensors
 from bus.errors import ConfigError
 from learner.host_memory.host_tensors import host_tensors
 from storage.weights.quantisation import FORMATS, quantisation_config, with_scales
