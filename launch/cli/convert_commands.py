@@ -1,5 +1,6 @@
 """`launch convert ...`: converts models between formats. Loads no torch, so that help is quick."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -50,25 +51,26 @@ def hf_to_megatron(source: Path, target: Target) -> None:
 @convert.command(usage="Usage: launch convert megatron-to-hf SOURCE TARGET [OPTIONS]")
 def megatron_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory."""
-    from launch.run_view.source_run import described_by, newest_checkpoint
     from learner.convert.megatron import megatron_to_hf
 
-    configure_logging()
-    found = newest_checkpoint(source)
-    begun_from = described_by(found) if model is None else None
-    print(megatron_to_hf(found, target, model, begun_from=begun_from))  # noqa: T201 - the user's terminal
+    _convert_checkpoint(megatron_to_hf, source, target, model)
 
 
 @convert.command(usage="Usage: launch convert fsdp-to-hf SOURCE TARGET [OPTIONS]")
 def fsdp_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None) -> None:
     """Write the weights of a checkpoint of learner.backend=fsdp as a Hugging Face directory, in float32."""
-    from launch.run_view.source_run import described_by, newest_checkpoint
     from learner.convert.fsdp import fsdp_to_hf
+
+    _convert_checkpoint(fsdp_to_hf, source, target, model)
+
+
+def _convert_checkpoint(write: Callable[..., object], source: Path, target: Path, model: Path | None) -> None:
+    from launch.run_view.source_run import described_by, newest_checkpoint
 
     configure_logging()
     found = newest_checkpoint(source)
     begun_from = described_by(found) if model is None else None
-    print(fsdp_to_hf(found, target, model, begun_from=begun_from))  # noqa: T201 - the user's terminal
+    print(write(found, target, model, begun_from=begun_from))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert gguf FILE TARGET [OPTIONS]")

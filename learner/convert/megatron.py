@@ -1,6 +1,9 @@
 """`launch convert`: whole directories, tensor by tensor, so that the model may be larger than memory."""
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,40 +26,31 @@ from learner.backends.megatron.weights.torch_dist import (
 )
 from learner.backends.model_loading import load_hf_directory
 from learner.convert.written_directory import (
+    Checkpoints,
     Converted,
     Digesting,
+    checkpoint_to_hf,
     filling,
     refuse_existing,
     verified_size,
 )
 from learner.model_directories.checkpoint_manifest import (
-    MANIFEST,
-    damaged_files,
-    read_manifest,
-    refuse_damage,
-    refuse_other_model,
     write_manifest,
-    written_by,
 )
 from learner.model_directories.lazy_weights import (
     JoinedWeights,
     LazyWeights,
     RenamedWeights,
     Spec,
-    main_dtype,
 )
 from learner.model_directories.model_directory import (
-    SHARD_BYTES,
     STORED_DTYPES,
     HFWeights,
     copy_tokenizer,
-    load_hf_config,
     raw_config,
-    save_hf_directory,
     tokenizer_directory,
 )
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
-from storage.disk import checkpoints
 from storage.model_files.families import family_named
 from storage.model_files.model_reading import AGAIN, refusing
 from storage.weights.fp8 import Blocks
@@ -128,48 +122,22 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     return Converted(target, len(seen.digests), size_bytes, len(beside))
 
 
-def megatron_to_hf(
-    source: Path, target: Path, model: Path | None = None, *,
-    begun_from: Path | None = None, shard_bytes: int = SHARD_BYTES,
-) -> Converted:  # fmt: skip
-    """Write the weights of a checkpoint as a Hugging Face directory.
-
-    Args:
-        source: a checkpoint, or a directory of several, of which the newest is taken.
-        target: must not exist yet.
-        model: directory whose configuration and tokenizer go along, and heads for several next tokens that
-            the checkpoint does not have, if it has weights; without it the configuration and the tokenizer
-            that lie in `source`.
-        begun_from: directory of the model that the checkpoint's run began with, where `model` is none: what
-            `source` lacks of tokenizer and heads comes from there.
-        shard_bytes: largest size of one file of weights.
-
-    Raises `StorageError` for a damaged checkpoint, `ConfigError` for a configuration or a tokenizer that is
-    not its own; then, and after any other failure, there is no `target`.
-    """
-    refuse_existing(target)
-    if not (source / MANIFEST).is_file():
-        source = checkpoints.latest(source) or source
-    manifest = read_manifest(source)
-    if written_by(manifest) != "megatron":
-        raise ConfigError(f"checkpoint {source} is FSDP's: convert it by `launch convert fsdp-to-hf`")
-    described = model or source
-    hf_config = load_hf_config(described)
+def _differences(_: Path, manifest: Mapping[str, Any], hf_config: PretrainedConfig) -> list[str]:
     _refuse_unsupported(hf_config)
-    refuse_other_model(source, differences_from(manifest["model"], hf_config))
-    tokenizer_dir = tokenizer_directory(hf_config, described, begun_from)
-    refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
+    return differences_from(manifest["model"], hf_config)
+
+
+def _weights(source: Path, hf_config: PretrainedConfig, heads: Path | None) -> LazyWeights:
     weights = model_in(source, hf_config)
-    heads = model or begun_from
-    if heads is not None and family_of(hf_config).beside is not nothing:
-        weights = _with_heads_of(heads, hf_config, weights)
-    seen = Digesting(weights)
-    hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
-    with filling(target) as temporary:
-        with seen.shown(f"converting {source}"):
-            save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
-        size_bytes = verified_size(HFWeights(temporary), seen.digests)
-    return Converted(target, len(seen.digests), size_bytes, sum(map(family_of(hf_config).beside, seen)))
+    if heads is None or family_of(hf_config).beside is nothing:
+        return weights
+    return _with_heads_of(heads, hf_config, weights)
+
+
+megatron_to_hf = partial(
+    checkpoint_to_hf,
+    Checkpoints("megatron", _differences, _weights, lambda hf_config: family_of(hf_config).beside),
+)
 
 
 def _with_heads_of(model: Path, hf_config: PretrainedConfig, weights: LazyWeights) -> LazyWeights:

@@ -2,16 +2,34 @@
 written."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from bus.errors import ConfigError, StorageError
 from bus.process.work_progress import Advance, long_work, tracked, uncounted
-from learner.model_directories.lazy_weights import LazyWeights, Spec, tensor_digest
+from learner.model_directories.checkpoint_manifest import (
+    MANIFEST,
+    damaged_files,
+    read_manifest,
+    refuse_damage,
+    refuse_other_model,
+    written_by,
+)
+from learner.model_directories.lazy_weights import LazyWeights, Spec, main_dtype, tensor_digest
+from learner.model_directories.model_directory import (
+    SHARD_BYTES,
+    HFWeights,
+    load_hf_config,
+    save_hf_directory,
+    tokenizer_directory,
+)
+from storage.disk import checkpoints
 from storage.disk.atomic_files import make_directory, publish, temporary_sibling
 from storage.disk.file_errors import naming, unwritable
 
@@ -89,3 +107,59 @@ def filling(target: Path) -> Iterator[Path]:
         raise unwritable(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Reads the checkpoints of one backend."""
+
+    backend: str
+    differences: Callable[[Path, Mapping[str, Any], PretrainedConfig], list[str]]
+    """Lists by what a checkpoint, with its manifest, is of another model; raises `ConfigError` for a model
+    that cannot be converted."""
+    weights: Callable[[Path, PretrainedConfig, Path | None], LazyWeights]
+    """Opens the weights; the directory is that of a model whose further heads go along."""
+    beside: Callable[[PretrainedConfig], Callable[[str], bool]] = lambda _: lambda _: False
+    """Tells which tensors are no part of what is trained."""
+
+
+def checkpoint_to_hf(
+    kind: Checkpoints, source: Path, target: Path, model: Path | None = None, *,
+    begun_from: Path | None = None, shard_bytes: int = SHARD_BYTES,
+) -> Converted:  # fmt: skip
+    """Write the main weights of a checkpoint, bit for bit, as a Hugging Face directory.
+
+    Args:
+        kind: checkpoints of the backend that wrote it.
+        source: a checkpoint, or a directory of several, of which the newest is taken.
+        target: must not exist yet.
+        model: directory whose configuration and tokenizer go along, and heads for several next tokens that
+            the checkpoint does not have, if it has weights; without it the configuration and the tokenizer
+            that lie in `source`.
+        begun_from: directory of the model that the checkpoint's run began with, where `model` is none: what
+            `source` lacks of tokenizer and heads comes from there.
+        shard_bytes: largest size of one file of weights.
+
+    Raises `StorageError` for a damaged checkpoint, `ConfigError` for one of adapters alone or of another
+    backend, and for a configuration or a tokenizer that is not its own; then, and after any other failure,
+    there is no `target`.
+    """
+    refuse_existing(target)
+    if not (source / MANIFEST).is_file():
+        source = checkpoints.latest(source) or source
+    manifest = read_manifest(source)
+    if (backend := written_by(manifest)) != kind.backend:
+        whose = "FSDP's" if backend == "fsdp" else "Megatron's"
+        raise ConfigError(f"checkpoint {source} is {whose}: convert it by `launch convert {backend}-to-hf`")
+    described = model or source
+    hf_config = load_hf_config(described)
+    refuse_other_model(source, kind.differences(source, manifest, hf_config))
+    tokenizer_dir = tokenizer_directory(hf_config, described, begun_from)
+    refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
+    seen = Digesting(kind.weights(source, hf_config, model or begun_from))
+    hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
+    with filling(target) as temporary:
+        with seen.shown(f"converting {source}"):
+            save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
+        size_bytes = verified_size(HFWeights(temporary), seen.digests)
+    return Converted(target, len(seen.digests), size_bytes, sum(map(kind.beside(hf_config), seen)))
