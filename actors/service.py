@@ -236,7 +236,6 @@ def _actor(
 def _worker_parts(
     settings: ActorSettings, engines: ActorEngines, policy: Policy, environment: Environment
 ) -> WorkerParts:
-    """Return what a worker has beside its policy, and its limits."""
     engine, actors = engines.policy, settings.actors
     return WorkerParts(
         account=settings.account,
@@ -283,14 +282,12 @@ def _evaluating_actor(
 
 
 def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:
-    """Return what builds the engines of evaluations that are not of the rollouts' engines."""
     if settings.actors.evaluation.only:
         return partial(_fleet, settings, model, SharedServers(None, {}))
     return beside_rollouts(settings.actors, model, settings.logs, actor=actor_name())
 
 
 def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet:
-    """Return the engines of this process, not started."""
     refuse_unfit_model(settings.engine, model)
     engine = able_to_release(settings.engine) if settings.colocation.enabled else settings.engine
     first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(gpu_plan(settings.actors).rollouts)}

@@ -149,7 +149,6 @@ class AgentEnvironment:
         return episode
 
     def _is_the_policys(self, fault: Exception, session: Session) -> bool:
-        """Return whether the policy is to blame that an episode has no reward."""
         if isinstance(fault, AnswerFaultError):  # the verifier may find nothing wrong with nothing, and fail
             return self._latest.work
         return bool(session.end) or (self._latest.work and session.unanswered_s < LONG_WAIT_S)

@@ -78,7 +78,6 @@ class _Parts:
 
     @property
     def is_blank(self) -> bool:
-        """Return whether no content came yet."""
         return not any(map(str.strip, self.content))
 
     def take(self, found: Found) -> int:

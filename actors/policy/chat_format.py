@@ -422,7 +422,6 @@ class ChatFormat:
         }
 
     def _numbers_of(self, texts: Set[str]) -> frozenset[int]:
-        """Return the special tokens of these texts."""
         return frozenset(number for number, text in self._special_texts.items() if text in texts)
 
     @cached_property

@@ -24,7 +24,6 @@ class _Episode:
 
     @property
     def grown(self) -> int:
-        """Return the tokens that it has added to its prompt."""
         return max(0, sum(self.agents.values()) - (self.prompt or 0))
 
 

@@ -156,7 +156,6 @@ class Policy:
         return completion
 
     def _begun(self, context: Context) -> tuple["array[int]", tuple[PlacedImage, ...]]:
-        """Return the tokens that a context begins with, and all of its images."""
         if context.strand is None:
             return array("i"), context.images
         strand, kept = self._strands[context.strand], context.kept

@@ -69,7 +69,6 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
 
     @property
     def _names(self) -> list[str]:
-        """Return names of tools, but for those that show when they are built."""
         names: list[str] = []
         for tool in self.tools:
             if isinstance(tool, SandboxToolConfig):

@@ -207,7 +207,6 @@ class Receiver:
         return await self._whole(manifest.adapted, await self._from_snapshot(manifest))
 
     async def _whole(self, adapted: AdaptedBase | None, published: Weights) -> Weights:
-        """Return the weights for an engine that the published ones stand for."""
         if self._served is not None:
             self._served.refuse_others(adapted)
         if adapted is None:

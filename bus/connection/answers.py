@@ -108,7 +108,6 @@ def nobody_serves(subject: str) -> str:
 
 
 def _pieces(data: bytes, max_payload: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield pieces that the server accepts, each with whether another one follows."""
     step = max_payload - HEADER_BYTES
     for begin in range(0, len(data), step):
         yield data[begin : begin + step], begin + step < len(data)

@@ -294,7 +294,6 @@ def _unusable(config: BusConfig, reason: str, *, tried_s: float) -> str:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether the server refuses our credentials."""
     return isinstance(error, nats.errors.AuthorizationError) or tells(error, LOGIN_REFUSED)
 
 

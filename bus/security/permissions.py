@@ -231,7 +231,6 @@ def _subjects(t: Topology, *names: str) -> tuple[str, ...]:
 
 
 def _keys(t: Topology, *names: str) -> tuple[str, ...]:
-    """Return the subjects by which keys are set and removed."""
     return tuple(f"$KV.{t.bucket}.{name}" for name in names)
 
 

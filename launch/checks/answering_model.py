@@ -134,7 +134,6 @@ async def _built(
     config: RunConfig, model: Path | None, endpoint: ChatEndpointConfig | None, logs: Path,
     *, embedded: bool,
 ) -> Engine:  # fmt: skip
-    """Return the engine, not started."""
     if endpoint is not None:
         return ChatEndpoint("url", endpoint)
     assert model is not None  # `answering_model` has refused that

@@ -98,7 +98,6 @@ class Trial:
         return "\n".join(said)
 
     def _trajectory(self, one: AgentTrajectory, seen: Sequence[Completion]) -> list[str]:
-        """Return the contexts and answers of a trajectory, in order."""
         shown, at = [f"--- agent {one.agent}"] if one.agent != DEFAULT_AGENT else [], 0
         for turn in one.turns:
             tokens = one.token_ids[turn.start : turn.stop]

@@ -226,7 +226,6 @@ def _names(command: App) -> list[str]:
 
 
 def _flags(command: App) -> Iterator[tuple[str, list[str]]]:
-    """Yield the flags of a command, each with its values if it has only some."""
     function = command.default_command
     assert function is not None
     parameters = inspect.signature(function).parameters
@@ -236,7 +235,6 @@ def _flags(command: App) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags_of(hints: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the flags of parameters by their types."""
     for name, hint in hints.items():
         named = next((p for p in get_args(hint) if isinstance(p, Parameter) and p.name), None)
         kind = get_args(hint)[0] if named is not None else hint
@@ -283,7 +281,6 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _fixed_values() -> Iterator[tuple[str, list[str]]]:
-    """Yield the values of flags whose types do not tell them."""
     yield "--preset", preset_names()
     yield "--recipe", recipe_names()
     yield "--log-level", ["debug", "info", "warning", "error"]

@@ -144,7 +144,6 @@ def _heading(text: str) -> Sequence[str]:
 
 
 def _prose(text: str) -> list[str]:
-    """Return paragraphs as comments."""
     lines = []
     for line in text.splitlines():
         lines += textwrap.wrap(line, WIDTH, break_on_hyphens=False, break_long_words=False) or [""]

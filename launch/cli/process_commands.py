@@ -187,7 +187,6 @@ def learner(  # noqa: PLR0913 - each is a flag
 
 
 def _world(**given: int | str | None) -> dict[str, Any]:
-    """Return the settings of the learner's world that are given."""
     world = {name: value for name, value in given.items() if value is not None}
     return {"learner": {"world": world}} if world else {}
 

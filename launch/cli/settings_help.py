@@ -172,7 +172,6 @@ def _brief(key: str) -> str:
 
 
 def _variable(key: str) -> Iterator[str]:
-    """Yield the environment variable that stands for a setting, if there is one."""
     if (name := variable_of(key)) is not None:
         yield f"[${name}]"
 

@@ -288,7 +288,6 @@ def application(runs: OpenRuns, address: Address, token: str | None, stop: async
 
 
 async def _form_token(request: Request) -> str:
-    """Return the token of a form, empty without one or where the form is longer."""
     form = await _body(request, LARGEST_FORM_BYTES)
     return parse_qs(form.decode(errors="replace")).get("token", [""])[0]
 

@@ -161,7 +161,6 @@ def result_of(
 
 
 def _by_prompt(values: Iterable[tuple[int, float]]) -> list[list[float]]:
-    """Return the values of each prompt that has one."""
     found = defaultdict[int, list[float]](list)
     for prompt, value in values:
         found[prompt].append(value)
@@ -226,7 +225,6 @@ class _Set:
 
     @property
     def asked(self) -> Sequence[Prompt]:
-        """Return the prompts that are asked."""
         return self.prompts[: self.count]
 
 
@@ -242,7 +240,6 @@ class _Asked:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Return which answer it is, as the file names it."""
         return self.data_set.name, self.number, self.sample
 
 

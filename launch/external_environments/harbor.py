@@ -147,7 +147,6 @@ def _build(daemon: Path, task: HarborTask, image: str) -> None:
 
 
 def _context(task: HarborTask) -> bytes:
-    """Return what the daemon builds an image from."""
     packed, place = io.BytesIO(), task.directory / "environment"
     users = re.findall(r"^\s*USER\s+(\S+)", task.dockerfile, re.MULTILINE | re.IGNORECASE)
     last = f"USER 0\n{LAST_LINES.replace('WORKSPACE', WORKSPACE)}" + (f"USER {users[-1]}\n" if users else "")

@@ -171,7 +171,6 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def _instructions(dockerfile: str) -> Iterator[tuple[str, str]]:
-    """Yield the instructions of a Dockerfile, each with what follows it."""
     lines = (line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\\\n", " ", "\n".join(lines)).splitlines():
         if line.strip():

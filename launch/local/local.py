@@ -281,7 +281,6 @@ def _command(*arguments: str) -> tuple[str, ...]:
 
 
 async def _listens(port: int) -> bool:
-    """Return whether a server accepts connections at the port."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
     except OSError:

@@ -259,7 +259,6 @@ class Supervisor:
 
 
 def _kill(part: Part) -> None:
-    """Kill a part and every process that it started."""
     if part.running is None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):

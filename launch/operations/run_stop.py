@@ -87,7 +87,6 @@ def _processes(pids: Sequence[int]) -> list[psutil.Process]:
 
 
 def _named(pids: Sequence[int]) -> str:
-    """Return each process with the command that it runs."""
     words = []
     for process in _processes(pids):
         with suppress(psutil.Error):

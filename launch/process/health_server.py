@@ -133,7 +133,6 @@ def _numbers(table: Mapping[str, Json]) -> list[tuple[str, float]]:
 
 
 def _name(key: str) -> str:
-    """Return the key as a Prometheus name, with its unit in full."""
     name = re.sub(r"\W", "_", key)
     if name.endswith("_per_s"):
         return f"{name.removesuffix('_per_s')}_per_second"

@@ -96,7 +96,6 @@ def _writers(bus: Bus, config: RunConfig) -> str:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in nested settings."""
     if isinstance(value, Mapping):
         for inner in value.values():
             yield from _texts(inner)

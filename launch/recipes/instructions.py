@@ -106,7 +106,6 @@ def prompts() -> PromptFiles:
 
 
 def _rows(topics: Sequence[str], kinds: Sequence[Instruction], rng: random.Random) -> list[PromptRow]:
-    """Return a prompt for each topic and kind."""
     return [_row(kind, topic, rng) for topic in topics for kind in kinds]
 
 

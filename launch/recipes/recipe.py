@@ -89,7 +89,6 @@ def recipe_names() -> list[str]:
 
 
 def _placed(value: object, directory: str) -> object:
-    """Return a setting with the directory of its recipe."""
     match value:
         case str():
             return value.replace(PLACE, directory)

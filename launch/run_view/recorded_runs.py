@@ -111,7 +111,6 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
 
 
 def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, str]:
-    """Return how a run is, and the error that ended it."""
     if pids and files.waiting is not None:
         return "waiting", _suspended(pids)
     if pids:

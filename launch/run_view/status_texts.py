@@ -103,7 +103,6 @@ def holders_text(actors: Sequence[Status]) -> str:
 
 
 def _not_serving(actors: Sequence[Status]) -> Iterator[str]:
-    """Yield why no engine serves, and which actors have none yet."""
     engines = (engine for one in actors for engine in engines_of(one.values).values())
     states = Counter(str(engine.get("state")) for engine in engines)
     if states and not states["serving"]:

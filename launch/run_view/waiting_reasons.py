@@ -180,7 +180,6 @@ def waiting_actors(state: RunState) -> Iterator[str]:
 
 
 def _no_leases(state: RunState) -> str:
-    """Return why there is no lease for an actor."""
     storage = state.statuses.get("storage")
     if storage is None or state.dispatcher is None:
         return f"storage did not answer within {LISTEN_S:g} s"

@@ -191,7 +191,6 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
 
 
 def _different_settings(files: Sequence[RunFiles]) -> dict[str, list[Json]]:
-    """Return the settings in which runs differ, of those that are not the default in each."""
     chosen = {name for one in files for name in one.chosen_settings}
     different = _different([one.settings for one in files])
     return {name: values for name, values in different.items() if name in chosen}

@@ -192,7 +192,6 @@ def _accounted(storage: Mapping[str, Json], settings: RunSettings, *, trained: i
 
 
 def _existing(path: Path) -> str | None:
-    """Return the path if it exists."""
     there = any(path.iterdir()) if path.is_dir() else path.exists()
     return str(path) if there else None
 
@@ -303,7 +302,6 @@ def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _memory(summary: Summary, most: int = 6) -> str:
-    """Return the memory of all processes, and of the largest ones."""
     peaks = sorted(_counts(summary, "peak_rss_bytes").items(), key=lambda item: -item[1])
     shares = [f"{process} {size(peak)}" for process, peak in peaks[:most]]
     more = [f"{len(peaks) - most} more"] if len(peaks) > most else []

@@ -145,7 +145,6 @@ def _rows(monitor: RunMonitor) -> Iterator[Text]:
 
 
 def _rows_of_rollouts(monitor: RunMonitor) -> Iterator[Text]:
-    """Yield what a run on demonstrations alone has not."""
     learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
     yield _row("step time", _step_time(last))
     yield _row("staleness", f"{_staleness(monitor)} (policy versions)")

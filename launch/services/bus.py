@@ -114,7 +114,6 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
 
 
 async def _until_full(directory: Path) -> str:
-    """Return what is wrong once the disk of a directory is full."""
     while not (full := lack_of_room(directory)):  # noqa: ASYNC110 - of a disk nobody sets an event
         await asyncio.sleep(PERIOD_S)
     return full
@@ -159,7 +158,6 @@ async def follow_directory(server: NatsServer, keys: SecureDirectory, stop: asyn
 
 
 def _lists(keys: SecureDirectory) -> dict[str, int]:
-    """Return the revision of each run's list of keys."""
     return {run: keys.files(run).keys.revision for run in keys.runs}
 
 

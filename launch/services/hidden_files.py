@@ -67,7 +67,6 @@ def _is_needed(directory: Path) -> bool:
 
 
 def _paths(value: object) -> Iterator[Path]:
-    """Yield every path in nested settings."""
     if isinstance(value, Path):
         yield value
     elif isinstance(value, BaseModel):

@@ -114,7 +114,6 @@ def _actor_options(config: RunConfig, name: str, path: Path) -> Iterator[str]:
 
 
 def _options(config: RunConfig, name: str) -> Iterator[str]:
-    """Yield the options of both jobs."""
     slurm = config.slurm
     yield f"--job-name={name}"
     for option, value in (("partition", slurm.partition), ("account", slurm.account)):

@@ -75,7 +75,6 @@ class _HeldOutGroups:
         return await asyncio.to_thread(self._store.numbers)
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
-        """Return the groups that are still kept of these."""
         found = await asyncio.to_thread(self._store.read, leases)
         self._training.update({number: _training(one) for number, one in found.items()})
         return [named_answers(number, one) for number, one in found.items()]

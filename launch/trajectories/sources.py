@@ -237,7 +237,6 @@ class _SentGroups:
             return await self._bus.request(subject, request, StoredGroups, timeout_s=ANSWER_TIMEOUT_S)
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
-        """Return the groups that their shards can read of these."""
         found = [await self._group(lease) for lease in leases]
         return [group for group in found if group]
 
@@ -253,7 +252,6 @@ class _SentGroups:
 
 
 async def _shards(bus: Bus) -> int:
-    """Return how many shards the run has."""
     found = await bus.get("run", RunRecord)
     if found is None:
         raise ConfigError(f"this bus has no run {bus.topology.run!r}")

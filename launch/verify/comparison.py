@@ -152,7 +152,6 @@ class _Missing:
         """What was sent of each trajectory that the bus says it had already."""
 
     def verdict_of(self, copy: Copy, answers: list[Acknowledgement]) -> tuple[str, str, str]:
-        """Return the verdict, the trajectory and the reason."""
         store, lease_id, name = self._evidence.store, copy.lease_id, name_of(copy)
         others = store.stored.get(key_of(copy), [])
         if (reason := store.dropped.get(copy)) is not None:

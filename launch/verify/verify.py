@@ -105,7 +105,6 @@ async def verified(
 
 
 def _missing(evidence: Evidence) -> list[Acknowledgement]:
-    """Return the acknowledgements of what is not stored."""
     store = evidence.store.stored
     return [
         answer

@@ -65,7 +65,6 @@ def _aggregation_of_paper(loss: Loss, rejections: Sequence[Rejection]) -> tuple[
 
 
 def _named(choice: Choice) -> str:
-    """Return the name of a choice with its settings."""
     settings = choice.model_dump(exclude={"type"}, exclude_none=True)
     shown = ", ".join(f"{name}={value}" for name, value in settings.items())
     return f"{choice.type} ({shown})" if shown else choice.type

@@ -72,7 +72,6 @@ class _Head(LazyWeights):
         return {SCORE_HEAD: self._weight}[name]
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype."""
         return Spec(tuple(self[name].shape), self[name].dtype)
 
 

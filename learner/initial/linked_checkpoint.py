@@ -98,7 +98,6 @@ def link_checkpoint(begin: Beginning, described: Path, target: Path, notes: Mapp
 
 
 def _link(files: Iterable[Path], directory: Path) -> None:
-    """Share files with a directory, but for those that it has of its own."""
     directory.mkdir(exist_ok=True)
     for file in files:
         target = directory / file.name

@@ -154,7 +154,6 @@ class TeacherServer:
             raise type(error)(f"{self._what(path)}: {error}") from error
 
     async def _received(self, path: str, body: JsonValue) -> bytes:
-        """Return the body of a reply of status 200."""
         try:
             status, raw = await self._reply(path, body)
         except aiohttp.InvalidURL as error:

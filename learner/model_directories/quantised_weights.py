@@ -119,7 +119,6 @@ def blocks_of(config: Path, size: Json) -> Blocks | None:
 
 
 def _scales_of_codes(weights: LazyWeights, blocks: Blocks | None) -> Iterator[tuple[str, str]]:
-    """Yield the name of each weight in codes with that of its scales."""
     for name in weights:
         weight = weight_of(name)
         if weight is not None and (weight not in weights or weights.spec(weight).dtype != CODES):

@@ -158,7 +158,6 @@ def turn_ends(tokenizer: RendersTokens) -> TurnEnds:
 
 
 def _named(model: Path, tokenizer: StopTokenizer) -> Iterable[tuple[str, Sequence[int]]]:
-    """Yield what names end tokens, and which."""
     vocabulary = max(len(tokenizer), _vocabulary(_read(model / "config.json")))
     for name in FILES:
         yield name, _end_tokens(model / name, vocabulary)
@@ -213,11 +212,9 @@ class _Marks:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def all(self, text: str) -> list[int]:
-        """Return the special tokens in a text, in order."""
         return [self._numbers[found] for found in self._pattern.findall(text)]
 
     def first(self, text: str) -> int | None:
-        """Return the first special token in a text."""
         return next(iter(self.all(text)), None)
 
 

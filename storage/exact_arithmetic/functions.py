@@ -75,7 +75,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the ordinary product."""
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
         return (

@@ -81,7 +81,6 @@ def inlined(messages: Iterable[Json], images: ImageChat | None) -> tuple[list[Js
 
 
 def _texts(said: object) -> Iterator[str]:
-    """Return all texts in JSON, the names in it too."""
     if isinstance(said, str):
         yield said
     elif isinstance(said, Mapping):

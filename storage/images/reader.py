@@ -80,7 +80,6 @@ class ImageReader:
         return PlacedImage(image_digest(data), 0, height // self.side, width // self.side, data)
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width in pixels to which an image is resized."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         size = self._processor.size

@@ -54,7 +54,6 @@ def untied(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _tensors(file: Path) -> dict[str, _Tensor]:
-    """Return the place of each tensor in a safetensors file, by its header."""
     try:
         with file.open("rb") as opened:
             start = 8 + int.from_bytes(opened.read(8), "little")

@@ -48,7 +48,6 @@ def streamed_prompts(source: Path, keys: PromptKeys, position: int = 0) -> Itera
 
 
 def _named_images(path: Path, keys: PromptKeys) -> Iterator[Path]:
-    """Yield the files of images that the rows of a file name."""
     for row in read_rows(path):
         for name in named_files(row.values.get(keys.prompt), row.values.get(IMAGES_COLUMN)):
             yield row.directory / name

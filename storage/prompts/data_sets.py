@@ -138,7 +138,6 @@ class DataSets:
         self._prompts = {digest: found for digest, found in self._prompts.items() if digest in needed}
 
     def _needed(self) -> set[DataSet]:
-        """Return the data sets of open leases and of those to come."""
         now = self._order.data_set(self._ledger.next_id).first_lease
         to_come = (known for first, known in self._known.items() if first >= now)
         return {*to_come, *map(self._order.data_set, self._ledger.rolling_out)}

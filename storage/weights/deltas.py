@@ -340,7 +340,6 @@ def _written(
 
 
 def _positions(gaps: Words) -> Positions:
-    """Return the positions of words from the gaps before them."""
     return np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
 
 

@@ -101,7 +101,6 @@ class _Source:
         return is_part(ref, part, data[begin:end])
 
     def _between(self, begin: int, end: int) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Yield the tensors that lie in a range and are here, and where."""
         first = max(0, bisect_right(self._wanted, begin, key=lambda tensor: tensor.start) - 1)
         for tensor, source in zip(self._wanted[first:], self._sources[first:], strict=True):
             if tensor.start >= end:

@@ -31,7 +31,6 @@ thread."""
 
 
 def _band(tensor: HostTensor, start: int) -> Floats:
-    """Return the values of a row of blocks."""
     return widened(tensor.words.reshape(tensor.shape)[start : start + BLOCK], tensor.dtype)
 
 
@@ -47,7 +46,6 @@ class _Fp8Job:
         """[rows of blocks, columns of blocks], the same in all of them where the tensor has one."""
 
     def largest(self, start: int) -> Floats:
-        """Return the largest magnitudes of the blocks in one row of them."""
         return largest_magnitudes(_band(self.tensor, start), BLOCK)
 
     def set_scales(self, largest: list[Floats]) -> None:
@@ -112,7 +110,6 @@ class _ChannelJob:
         """[rows, 1]."""
 
     def largest(self, start: int) -> Floats:
-        """Return the largest magnitudes of some rows."""
         found: Floats = np.abs(_band(self.tensor, start)).max(axis=1, keepdims=True)
         return found
 

@@ -287,6 +287,5 @@ class _Fetch:
 
 
 def _peer_timeout(size_bytes: int) -> aiohttp.ClientTimeout:
-    """Return the limits of a part of this size from another host."""
     total_s = PEER_S + size_bytes / SLOWEST_BYTES_PER_S
     return aiohttp.ClientTimeout(total=total_s, connect=3, sock_read=5)

@@ -447,7 +447,6 @@ class BatchedDecoder:
 
 
 def _prompt(request: GenerationRequest) -> Prompt:
-    """Return what is the same for requests with the same prompt."""
     return tuple(request.token_ids), tuple((image.digest, image.start) for image in request.images)
 
 

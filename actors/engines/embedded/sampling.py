@@ -87,7 +87,6 @@ def sample(logits: Tensor, controls: Controls, generator: torch.Generator, *, ex
 
 
 def _ids_by_row(kept: Tensor, recorded: np.ndarray) -> list[np.ndarray]:
-    """Return the ids of the kept tokens of each row, none for rows that are not recorded."""
     of_row, ids = (found.cpu().numpy() for found in kept.nonzero(as_tuple=True))
     ends = np.searchsorted(of_row, np.arange(1, len(kept)))
     found = iter(np.split(ids.astype(np.int32), ends))

@@ -147,7 +147,6 @@ class Served:
         return iter(value)
 
     def _next(self, value: Any) -> list[object]:
-        """Return the next value in a list, which is empty at the end."""
         for one in value:
             return [one]
         return []

@@ -137,7 +137,6 @@ def _answered(policy: Policy, messages: list[Any], **more: Any) -> dict[str, Any
 
 
 def _call(function: Mapping[str, str], names: set[str]) -> dict[str, Any] | str:
-    """Return the action that calls a tool, or what is wrong with the call."""
     if function["name"] not in names:
         return f"error: there is no tool {function['name']!r}"
     try:

@@ -145,7 +145,6 @@ class Tasks:
 
 
 def _reward(reward: float, parts: Mapping[str, float | None]) -> Mapping[str, Any]:
-    """Return a reward with its parts, as many as Sluice keeps."""
     numbers = ((name[:64], float(part)) for name, part in parts.items() if part is not None)
     return {"reward": float(reward), "components": dict(itertools.islice(numbers, 64))}
 

@@ -22,7 +22,6 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
 
 
 def _own(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a configuration, and of the configurations of its parts."""
     return {
         name: _own(value) if name.endswith("_config") and isinstance(value, dict) else value
         for name, value in values.items()

@@ -76,7 +76,6 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and weight."""
         x, weight = ctx.saved_tensors
         of_x, of_weight = kernels.rms_norm_back(
             _rows(grad), _rows(x), weight, ctx.eps, centred=ctx.centred, of_weight=ctx.needs_input_grad[1]
@@ -93,7 +92,6 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of gate and up."""
         gate, up = ctx.saved_tensors
         found = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (gate, up)]
         kernels.gated_back(*(_rows(each) for each in (grad, gate, up, *found)), tanh=ctx.tanh)
@@ -110,7 +108,6 @@ class _GatedHalves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of both halves in one tensor."""
         (gate_and_up,) = ctx.saved_tensors
         rows = _rows(gate_and_up)
         found = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -127,7 +124,6 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Rotate the gradient the other way."""
         cos, sin = ctx.saved_tensors
         return kernels.rotated(_with_rows(grad), cos, sin, back=True), None, None
 

@@ -89,7 +89,6 @@ class RoundedWeights:
             mixed.values.copy_(mixed.share_of(matrices))
 
     def _scales(self) -> list[Tensor]:
-        """Return the scales of all parts, each of the blocks that it touches."""
         found = [self._largest(part) for part in self._parts]
         for group in dict.fromkeys(part.group for part in self._parts if part.group is not None):
             shared = [
@@ -133,7 +132,6 @@ class RoundedWeights:
         return self._rounding.found.blocks(part.shape)
 
     def _touched(self, part: WeightPart) -> tuple[slice, slice]:
-        """Return which blocks of its matrix a part has elements of."""
         blocks = self._blocks(part)
         rows = slice(part.row // blocks.rows, -(-(part.row + part.sizes[0]) // blocks.rows))
         columns = slice(part.column // blocks.columns, -(-(part.column + part.sizes[1]) // blocks.columns))

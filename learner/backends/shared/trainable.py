@@ -59,7 +59,6 @@ def _compiled(setting: str, expressions: Sequence[str], names: Sequence[str]) ->
 
 
 def _all_or_none(parts: Sequence[str], trained: Callable[[str], bool]) -> bool:
-    """Return whether all parts are trained or none is."""
     kept = [part for part in parts if trained(part)]
     if kept and len(kept) < len(parts):
         frozen = [part for part in parts if part not in kept]

@@ -136,7 +136,6 @@ class LowRankPair(torch.nn.Module):
         return a, b, excess(squares, self._here(CHANGE, self.lora_magnitude_change))
 
     def _here(self, name: str, parameter: Tensor) -> Tensor:
-        """Return what this rank computes with of a parameter."""
         if self._of_expert and self._group.size() > 1 and name not in DIVIDED[self._cut]:
             # Each rank has the gradient of its part of the outputs, or of the inputs.
             return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)  # type: ignore[no-any-return]

@@ -68,7 +68,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         return outputs, None
 
     def _linear(self, name: str, layers: Sequence[Any], inputs: Tensor, ends: Tensor) -> Tensor:
-        """Return what a linear layer of all experts makes of its inputs, with their adapters."""
         outputs = grouped(inputs, ends, [layer.weight for layer in layers])
         adapters = self._adapters(name)
         return outputs if adapters[0] is None else _adapted(adapters, layers, inputs, outputs, ends)

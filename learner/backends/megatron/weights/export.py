@@ -50,7 +50,6 @@ def exported_pieces(
 
 
 def _of_replica(rows: int, expert: bool) -> slice:
-    """Return which of the rows of a slice are this rank's, of all that have the slice."""
     if expert:
         ranks, rank = (
             parallel_state.get_expert_data_parallel_world_size(),

@@ -131,7 +131,6 @@ def _streamed(
     without: Container[str],
     rules: Iterable[Rule] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights as rules name them."""
     shape = shape_of(hf_config)
     slices = slices_of(chunks)
     holders = _holders(slices) if holders is None else holders
@@ -343,7 +342,6 @@ def _received(mine: Slice | None, holder: Holder) -> Tensor:
 
 
 def _of_any_rank(problems: list[str]) -> list[str]:
-    """Return what is wrong on any rank, once."""
     return list(dict.fromkeys(problem for of_rank in gathered(problems) for problem in of_rank))
 
 
