@@ -35,7 +35,6 @@ from storage.model_files.packed_files import vocabulary_size
 from storage.prompt_files.dataset import refuse_large
 from storage.prompts.curriculum import SourceSuccess, report_sources
 from storage.prompts.data_sets import DataSets
-from storage.prompts.heldout_blobs import HeldoutBlobs
 from storage.prompts.length_check import (
     check_lengths,
     check_measured,
@@ -47,7 +46,7 @@ from storage.prompts.run_prompts import Prompts, read_prompts
 from storage.prompts.sampler import PickedPrompts, load_sampler
 from storage.prompts.stream import PromptStream
 from storage.prompts.supply import Supply
-from storage.prompts.updates import DataUpdates
+from storage.prompts.updates import DataUpdates, HeldoutBlobs
 from storage.settings.admission import AdmissionConfig
 from storage.settings.data import DataConfig
 from storage.settings.evaluation import EvaluationSetConfig

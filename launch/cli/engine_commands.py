@@ -23,7 +23,7 @@ def list_command(
     live_run: OfLiveRun = LiveRun(),
 ) -> None:
     """Print every actor's engines with their state and policy version, as JSON."""
-    from launch.operations.engines import list_engines
+    from launch.operations.live_run import list_engines
 
     configure_logging("warning")
     found = run(partial(list_engines, live_run.live_config(*READERS)))
@@ -76,7 +76,7 @@ def leave_command(
 
 def _change(action: Literal["join", "leave"], engine: str, where: RunConfig, actor: str | None) -> None:
     from bus.requests import EngineChange
-    from launch.operations.engines import change_engine
+    from launch.operations.live_run import change_engine
 
     configure_logging("warning")
     chosen = run(partial(change_engine, where, EngineChange(action=action, engine=engine), actor))

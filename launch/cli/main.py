@@ -20,12 +20,9 @@ from rich.console import Console
 from bus.errors import ConfigError, SluiceError
 from launch.cli import (
     completion_script,
-    doctor_commands,
     engine_commands,
-    evaluation_commands,
-    init_commands,
     key_commands,
-    plan_commands,
+    preparation_commands,
     process_commands,
     run_commands,
     slurm_commands,
@@ -74,12 +71,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Commands under the heading that `launch --help` shows them with, the most wanted first."""
 COMMANDS = (
     completion_script,
-    doctor_commands,
+    preparation_commands,
     engine_commands,
-    evaluation_commands,
     key_commands,
-    init_commands,
-    plan_commands,
     process_commands,
     run_commands,
     slurm_commands,

@@ -161,7 +161,7 @@ def data(
     keep_old
         Append these prompts to the present ones instead of replacing them.
     """
-    from launch.operations.prompt_updates import add_data
+    from launch.operations.live_run import add_data
 
     configure_logging("warning")
     where = live_run.live_config("operator")
@@ -189,7 +189,7 @@ def profile(
     timeout_s
         Seconds to wait for these steps.
     """
-    from launch.operations.profile import take_profile
+    from launch.operations.live_run import take_profile
 
     configure_logging("warning")
     found = run(partial(take_profile, live_run.live_config(), steps, timeout_s))

@@ -17,7 +17,7 @@ from launch.run_view.units import size
 from launch.run_view.waiting_reasons import waits_for_leases
 from launch.settings.run_config import RunConfig
 from learner.config.process_settings import used_diagnostics
-from learner.metrics.learning_alarm import LearningAlarm
+from learner.metrics.alarms import LearningAlarm
 from learner.metrics.range_warnings import ranges
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, integer, number

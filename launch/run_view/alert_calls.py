@@ -25,7 +25,7 @@ from launch.process.runtime import SUPERVISOR
 from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.run_files import RunFiles
 from launch.settings.run_config import RunConfig
-from learner.metrics.learning_alarm import STEPS
+from learner.metrics.alarms import STEPS
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer

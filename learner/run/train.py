@@ -21,8 +21,7 @@ from learner.config.process_settings import LearnerSettings, shared_kernels
 from learner.data.balancing import FORWARD_AND_BACKWARD
 from learner.data.batches import StepBatch
 from learner.metrics import trained_facts, trained_logprobs
-from learner.metrics.learning_alarm import LearningAlarm
-from learner.metrics.policy_alarm import PolicyAlarm
+from learner.metrics.alarms import LearningAlarm, PolicyAlarm
 from learner.metrics.step_metrics import StepReporter, batch_values, read_values, step_values
 from learner.metrics.trained_facts import TrainedFacts
 from learner.metrics.utilisation import utilisation
@@ -38,8 +37,7 @@ from learner.publication.unchanged_weights import why_unchanged
 from learner.run.checkpointing import BestCheckpoint, Checkpointing
 from learner.run.colocation import Device
 from learner.run.evaluation import HeldOut
-from learner.run.long_wait import LongWait
-from learner.run.next_batch import NextBatch
+from learner.run.next_batch import LongWait, NextBatch
 from learner.run.profiling import Profiling
 from learner.step.rl_step import lineage_line
 from learner.world.rank import Rank

@@ -39,7 +39,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.dispatch import absent_actors
 from storage.ledger.ledger import Ledger
 from storage.model_files.packed_files import bundle, unbundle
-from storage.prompts import heldout_blobs
+from storage.prompts import updates
 from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
 from storage.settings.data import DataConfig
@@ -472,7 +472,7 @@ async def test_all_that_storage_does_beside_its_leases_is_started(bus, tmp_path)
 async def test_keys_streams_and_heldout_prompts_that_the_bus_loses_come_back(bus, tmp_path, monkeypatch):
     for name in ("LOOK_AT_STREAMS_S", "LOOK_AT_KEYS_S"):
         monkeypatch.setattr(lost_data, name, 0.05)
-    monkeypatch.setattr(heldout_blobs, "LOOK_S", 0.05)
+    monkeypatch.setattr(updates, "LOOK_S", 0.05)
     heldout = write_prompts(tmp_path / "heldout.jsonl", "4 + 4 =")
     async with storage(bus, make_settings(tmp_path, "2 + 2 =", heldout=heldout)):
         await until(lambda: is_known(bus))

@@ -11,7 +11,7 @@ from cyclopts import App
 
 from launch.cli import main as cli
 from launch.cli.given_settings import OfSettings
-from launch.cli.plan_commands import plan
+from launch.cli.preparation_commands import plan
 from launch.cli.start_commands import local, try_
 from launch.settings.run_config import RunConfig
 from tests.command_line import ASSEMBLE

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from launch.cli import doctor_commands
 from launch.cli import main as cli
+from launch.cli import preparation_commands
 from launch.doctor import checks, host, packages
 from launch.doctor.findings import Finding, worst
 from launch.doctor.host import check_disk, check_gpu, check_limits, check_ports, check_variables
@@ -201,7 +201,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(torch_in_place):
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Run `launch doctor` with these findings in place of its own; returns its exit status and output."""
-    monkeypatch.setattr(doctor_commands, "configure_logging", lambda _: None)
+    monkeypatch.setattr(preparation_commands, "configure_logging", lambda _: None)
     for name in ("SLUICE_BUS", "SLUICE_CREDS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -258,7 +258,7 @@ def test_what_a_start_would_refuse_of_prompts_and_rewards_is_an_error(doctor, tm
 def test_settings_come_from_files_and_flags_and_need_no_prompts(doctor, monkeypatch, tmp_path: Path):
     (tmp_path / "run.toml").write_text("directory = 'elsewhere'\n")
     seen: list[RunConfig] = []
-    monkeypatch.setattr(doctor_commands, "run", lambda work: seen.append(work.args[0]) or [])
+    monkeypatch.setattr(preparation_commands, "run", lambda work: seen.append(work.args[0]) or [])
     doctor(flags=("--config", str(tmp_path / "run.toml"), "--model.path", "m"))
     assert (seen[0].directory, seen[0].model.path) == (Path("elsewhere"), Path("m"))
     assert resolve({"directory": "elsewhere"}).directory == seen[0].directory
@@ -266,7 +266,7 @@ def test_settings_come_from_files_and_flags_and_need_no_prompts(doctor, monkeypa
 
 def test_short_forms_of_a_run_are_taken(doctor, monkeypatch):
     seen: list[RunConfig] = []
-    monkeypatch.setattr(doctor_commands, "run", lambda work: seen.append(work.args[0]) or [])
+    monkeypatch.setattr(preparation_commands, "run", lambda work: seen.append(work.args[0]) or [])
     doctor(flags=("--prompts", "p.jsonl", "--agent", "my-agent", "--reward", "exact"))
     assert seen[0].data.prompts == Path("p.jsonl")
     environment = seen[0].actors.environment

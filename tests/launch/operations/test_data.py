@@ -15,8 +15,8 @@ from bus.errors import BusAwayError, ConfigError
 from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
-from launch.operations import prompt_updates
-from launch.operations.prompt_updates import add_data
+from launch.operations import live_run
+from launch.operations.live_run import add_data
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.service import StorageSettings, run_storage
@@ -94,7 +94,7 @@ async def test_a_run_that_nobody_serves_is_named(bus, where, tmp_path):
 
 async def test_a_run_that_is_not_there_is_not_waited_for_in_silence(where, tmp_path, monkeypatch):
     assert where.bus.join_timeout_s > 10
-    monkeypatch.setattr(prompt_updates, "RUN_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(live_run, "RUN_TIMEOUT_S", 0.6)
     monkeypatch.setattr(connection, "SAY_AFTER_S", 0.1)
     other = where.model_copy(update={"run": "other"})
     with capture_logs() as logs:

@@ -13,8 +13,7 @@ from bus.errors import BusAwayError, BusError, ConfigError
 from bus.messages import RunRecord
 from bus.requests import Done, Profiled, ProfileRequest, StoredRequest
 from bus.server.nats_server import NatsServer
-from launch.operations.engines import engines_heard
-from launch.operations.process_answer import Asked, answer_of
+from launch.operations.live_run import Asked, answer_of, engines_heard
 from launch.settings.run_config import validate
 from launch.trajectories import sources
 from launch.trajectories.sources import BusTrajectories

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from learner.data.batches import make_step_batch, recorded_samples
-from learner.metrics.learning_alarm import STEPS, LearningAlarm
+from learner.metrics.alarms import STEPS, LearningAlarm
 from learner.metrics.step_metrics import batch_values
 from tests.factories import make_trajectory
 

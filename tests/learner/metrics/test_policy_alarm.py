@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from bus.errors import PolicyMismatchError
 from bus.messages import Metrics
 from learner.config.diagnostics import DiagnosticsConfig
-from learner.metrics import policy_alarm
-from learner.metrics.policy_alarm import PROBE_ALARMS, PolicyAlarm
+from learner.metrics import alarms
+from learner.metrics.alarms import PROBE_ALARMS, PolicyAlarm
 
 CONFIG = DiagnosticsConfig(largest_mismatch_nats=0.1, mismatch_pause_steps=2, mismatch_end_steps=4)
 
@@ -69,7 +69,7 @@ def test_the_probes_alarm_counts_also_in_steps_without_a_mismatch_and_until_it_i
 
 
 def test_an_actor_that_is_gone_holds_no_alarm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(policy_alarm, "SILENT_S", 0.0)
+    monkeypatch.setattr(alarms, "SILENT_S", 0.0)
     alarm = looked()
     alarm.hear(counters(1))
     alarm.look(None)

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from bus.connection.status import Activity
-from learner.run import long_wait
-from learner.run.long_wait import LongWait
+from learner.run import next_batch
+from learner.run.next_batch import LongWait
 from tests.launch.messages import Clock
 from tests.learner.mini_run import mini_run
 from tests.storage.serving import until
@@ -34,8 +34,8 @@ def test_a_wait_is_a_long_one_after_a_minute_and_begins_anew_with_each_step(tmp_
 @pytest.mark.nats
 @pytest.mark.usefixtures("in_process")
 async def test_a_learner_without_groups_says_so_in_its_directory_until_they_come(bus, tmp_path, monkeypatch):
-    monkeypatch.setattr(long_wait, "WAITS_AFTER_S", 0.3)
-    monkeypatch.setattr(long_wait, "PERIOD_S", 0.05)
+    monkeypatch.setattr(next_batch, "WAITS_AFTER_S", 0.3)
+    monkeypatch.setattr(next_batch, "PERIOD_S", 0.05)
     note = tmp_path / "waiting.json"
     async with mini_run(bus, tmp_path) as run:
         run.hold(after_step=2)

@@ -8,7 +8,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.errors import BusAwayError, ConfigError
-from launch.operations.profile import take_profile
+from launch.operations.live_run import take_profile
 from launch.settings.run_config import RunConfig
 from learner.metrics.profiler import RankProfile
 from learner.run.profiling import Profiling, _Asked

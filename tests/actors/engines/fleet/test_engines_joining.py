@@ -20,7 +20,7 @@ from bus.connection.roles import pids_of
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
 from bus.requests import Done, EngineChange
-from launch.operations.engines import change_engine, list_engines
+from launch.operations.live_run import change_engine, list_engines
 from launch.settings.run_config import validate
 from tests.actors.adapters import served
 from tests.actors.engines.sglang.test_sglang_attached import STATE

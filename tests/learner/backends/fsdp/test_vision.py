@@ -14,7 +14,7 @@ from actors.engines.embedded.engine import EmbeddedEngine
 from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError
 from learner.backends.factory import build_backend
-from learner.backends.fsdp import vision
+from learner.backends.fsdp import model
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.model_loading import load_hf_directory
 from learner.backends.shared.trainable import TrainableWeights
@@ -260,7 +260,7 @@ def test_a_rank_without_images_takes_part_in_the_tower(directory, worlds):
 
 
 def test_a_pack_that_is_not_what_transformers_computes_is_refused(directory, monkeypatch):
-    monkeypatch.setattr(vision, "rope_positions", lambda length, images: np.arange(length)[None].repeat(3, 0))
+    monkeypatch.setattr(model, "rope_positions", lambda length, images: np.arange(length)[None].repeat(3, 0))
     with pytest.raises(ConfigError, match="nats from transformers' own of each sequence"):
         trainer_of(directory)
 
