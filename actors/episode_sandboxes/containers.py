@@ -372,7 +372,7 @@ async def _stream(socket: Path, path: str, command: Command) -> AsyncIterator[_S
 
 
 def _remove_directories() -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*-*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
         if is_orphan(path.name.removeprefix(PREFIX).rpartition("-")[0]):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -1,7 +1,8 @@
 """Sandboxes in pods of Kubernetes, one in each, by its HTTP API (1.30 or later).
 
-A pod ends with its episode, or by itself after its longest life. A network policy closes its network, where
-the cluster's network plug-in heeds policies."""
+A pod ends with its episode, by itself after its longest life, or when the next actor in the pod of one that
+was killed finds it; where the actor's own pod is removed, the cluster removes its sandboxes. A network policy
+closes their network, where the cluster's network plug-in heeds policies."""
 
 import asyncio
 import json
@@ -14,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import ip_network
+from typing import Any
 
 import aiohttp
 import structlog
 
 from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult, host_and_port
 from actors.episode_sandboxes.containers import END_EXEC, KILLED, OF_MEMORY
+from actors.episode_sandboxes.owner import OWNER, is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
 from actors.settings.episode_sandboxes import KubernetesSandboxes, SandboxLimits
@@ -74,12 +77,15 @@ class KubernetesBackend:
         self._session: aiohttp.ClientSession | None = None
         self._opening = asyncio.Lock()
         self._gateways: dict[str, _WayOut] = {}
+        self._owners: list[JSON] = []
+        """The actor's own pod, with which the cluster removes its sandboxes."""
 
     async def start(self, image: str | None, limits: SandboxLimits, gateway: str | None = None) -> "Pod":
         """Start a pod, and wait until it runs. Raises ToolError."""
         async with self._opening:
             if self._session is None:
                 await self._open()
+                await self._remove_orphans()
             way_out = await self._way_out(gateway) if gateway else None
         pod, within_s = Pod(self, f"{APP}-{secrets.token_hex(8)}"), self._config.start_timeout_s
         try:
@@ -149,10 +155,9 @@ class KubernetesBackend:
         if gateway not in self._gateways:
             try:
                 host, port = host_and_port(gateway)
-                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                way_out = _WayOut(host, port, await _addresses(host))
             except (OSError, ValueError) as error:
                 raise ToolError(f"the gateway {gateway!r} has no address: {error}") from error
-            way_out = _WayOut(host, port, tuple(sorted({str(one[4][0]) for one in found})))
             await self._add_policy(way_out.policy())
             self._gateways[gateway] = way_out
         return self._gateways[gateway]
@@ -172,6 +177,26 @@ class KubernetesBackend:
             raise ToolError(f"certificate={certificate} of Kubernetes cannot be read: {error}") from error
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
         await self._add_policy(POLICY)
+        self._owners = await self._own_pod()
+
+    async def _own_pod(self) -> list[JSON]:
+        """Return the pod that this actor runs in, if it is one of the namespace."""
+        name = socket.gethostname()
+        status, said = await self.in_namespace("GET", f"pods/{name}")
+        about, now = said.get("metadata"), said.get("status")
+        if status != 200 or not isinstance(about, Mapping) or not isinstance(now, Mapping):
+            return []
+        if now.get("podIP") not in await _addresses(name):  # a pod that has this host's name by chance
+            return []
+        return [{"apiVersion": "v1", "kind": "Pod", "name": name, "uid": about["uid"]}]
+
+    async def _remove_orphans(self) -> None:
+        """Remove pods that actors have left whose containers ran in this actor's pod. Raises ToolError."""
+        found: Any = (await self.asked("GET", f"pods?labelSelector={OWNER}")).get("items")
+        for about in (one["metadata"] for one in found):
+            if is_orphan(about["labels"][OWNER]):
+                log.info("orphaned_sandbox_removed", pod=about["name"])
+                await self.in_namespace("DELETE", f"pods/{about['name']}")
 
     def _key(self) -> dict[str, str]:
         """Return the header of the token, which a cluster renews in its file."""
@@ -195,7 +220,11 @@ class KubernetesBackend:
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         return {
-            "metadata": {"name": name, "labels": {"app": APP, "gateway": way_out.name if way_out else ""}},
+            "metadata": {
+                "name": name,
+                "labels": {"app": APP, OWNER: this_process(), "gateway": way_out.name if way_out else ""},
+                "ownerReferences": self._owners,
+            },
             "spec": {
                 "hostAliases": way_out.aliases() if way_out else [],
                 "containers": [container],
@@ -238,6 +267,12 @@ class _WayOut:
                 "egress": [{"to": blocks, "ports": [{"protocol": "TCP", "port": self.port}]}],
             },
         }
+
+
+async def _addresses(host: str) -> tuple[str, ...]:
+    """Return the addresses of a host. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return tuple(sorted({str(one[4][0]) for one in found}))
 
 
 class Pod:

@@ -150,8 +150,8 @@ class KubernetesSandboxes(Config):
     """Namespace of the pods."""
 
     token_file: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-    """File of the token of an account that may make, see and delete pods, make their `exec`, and make network
-    policies."""
+    """File of the token of an account that may make, list, see and delete pods, make their `exec`, and make
+    network policies."""
 
     certificate: Literal["host"] | Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
     """File of the authority that vouches for the API's address; `host` means those of this host."""

@@ -23,6 +23,8 @@ class Cluster:
         self.backend = NamespaceBackend.from_config(NamespaceSandboxes())
         self.pods, self.described, self.policies = {}, {}, []
         self.ways = []
+        self.actors = {}
+        """Addresses of pods that are no sandboxes."""
         self.fails = False
         """Whether pods end before they run."""
 
@@ -30,6 +32,7 @@ class Cluster:
         app = web.Application(middlewares=[known])
         app.router.add_post(POLICIES, self.add_policy)
         app.router.add_post(PODS, self.add)
+        app.router.add_get(PODS, self.list)
         app.router.add_get(PODS + "/{name}", self.show)
         app.router.add_delete(PODS + "/{name}", self.remove)
         app.router.add_get(PODS + "/{name}/exec", self.exec)
@@ -49,8 +52,18 @@ class Cluster:
         self.described[name] = body
         return web.json_response({**body, "status": {"phase": "Pending"}}, status=201)
 
+    async def list(self, request):
+        label = request.query["labelSelector"]
+        items = [one for one in self.described.values() if label in one["metadata"]["labels"]]
+        return web.json_response({"kind": "PodList", "items": items})
+
     async def show(self, request):
         name = request.match_info["name"]
+        if name in self.actors:
+            status = {"phase": "Running", "podIP": self.actors[name]}
+            return web.json_response({"metadata": {"name": name, "uid": f"uid of {name}"}, "status": status})
+        if name not in self.described:
+            return web.json_response({"kind": "Status", "message": "not found"}, status=404)
         phase = "Failed" if self.fails else "Running" if name in self.pods else "Pending"
         if name not in self.pods:
             self.pods[name] = await self.backend.start(None, SandboxLimits())
@@ -70,6 +83,7 @@ class Cluster:
 
     async def remove(self, request):
         pod = self.pods.pop(request.match_info["name"], None)
+        self.described.pop(request.match_info["name"], None)
         if pod is None:
             return web.json_response({"kind": "Status", "message": "not found"}, status=404)
         await pod.close()

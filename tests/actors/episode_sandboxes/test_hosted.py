@@ -105,7 +105,7 @@ async def test_what_an_actor_left_is_ended_by_the_next_one_of_its_host():
     told = "from actors.episode_sandboxes import owner; print(owner.this_process())"
     gone = (await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", told], text=True)).strip()
     async with backend_of() as (backend, service):
-        others = ("0123456789abcdef-1-1", "[1.5, 7, 2.5]")  # of another host, and of another program
+        others = ("0123456789abcdef-1", "[1.5, 7, 2.5]")  # of another host, and of another program
         left = [await service.start("tiny:1", SandboxLimits(), one, WayOut()) for one in (gone, *others)]
         ours = await service.start("tiny:1", SandboxLimits(), owner.this_process(), WayOut())
         await backend.start(None, SandboxLimits())
