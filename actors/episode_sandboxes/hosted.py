@@ -57,6 +57,8 @@ class HostedBackend:
         self._looking = asyncio.Lock()
         self._has_looked = False
         """Whether sandboxes that others have left were looked for."""
+        self._has_told = False
+        """Whether the log says what sandboxes reach."""
         self._ending: set[asyncio.Task[None]] = set()
         """Starts that nobody waits for any more: the service may well have made their sandboxes."""
 
@@ -64,6 +66,13 @@ class HostedBackend:
         self, image: str | None, limits: SandboxLimits, gateway: str | None = None
     ) -> ScriptedSandbox:
         """Start a sandbox. Raises ToolError."""
+        if gateway is not None and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "sandboxes_reach_all_ports", service=self._config.type, of=gateway,
+                reason="services let connections out to hosts, not to ports",
+                remedy="run nothing else on the host of gateway.advertise, or close its other ports",
+            )  # fmt: skip
         try:
             return await self._started(image or self._config.image, limits, _way_out(gateway))
         except TimeoutError as error:

@@ -106,7 +106,7 @@ class ContainerSandboxes(Config):
     """Whether the daemon holds a container's files to `disk_mb`, which needs a storage driver with quotas.
     Without it `disk_mb` bounds each file alone."""
 
-    life_s: float = Field(86400.0, gt=0)
+    life_s: float = Field(86400.0, ge=1)
     """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
 
@@ -159,7 +159,7 @@ class KubernetesSandboxes(Config):
     start_timeout_s: float = Field(600.0, gt=0)
     """Longest time until a sandbox runs, its wait for room and for its image included."""
 
-    life_s: float = Field(86400.0, gt=0)
+    life_s: float = Field(86400.0, ge=1)
     """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
 
@@ -182,7 +182,7 @@ class HostedSandboxes(Config):
     start_timeout_s: float = Field(600.0, gt=0)
     """Longest time until a sandbox runs, its wait for room and for its image included."""
 
-    life_s: float = Field(86400.0, gt=0)
+    life_s: float = Field(86400.0, ge=1)
     """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
 

@@ -6,6 +6,7 @@ import sys
 from contextlib import asynccontextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from actors.episode_sandboxes import hosted, hosted_commands, owner
 from actors.episode_sandboxes.base import Command, EpisodeSandbox
@@ -13,7 +14,13 @@ from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.hosted import HostedBackend, WayOut
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episodes.errors import ToolError, ToolFailedError
-from actors.settings.episode_sandboxes import HostedSandboxes, NamespaceSandboxes, SandboxLimits
+from actors.settings.episode_sandboxes import (
+    ContainerSandboxes,
+    HostedSandboxes,
+    KubernetesSandboxes,
+    NamespaceSandboxes,
+    SandboxLimits,
+)
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said
 from tests.actors.episode_sandboxes.protocol import does_what_a_sandbox_does
@@ -175,7 +182,14 @@ async def test_a_start_that_fails_is_no_fault_of_an_episode_and_leaves_nothing(m
     assert service.sandboxes == {}
 
 
-async def test_a_sandbox_is_let_out_to_the_gateway_alone():
+async def test_a_sandbox_is_let_out_to_the_host_of_the_gateway_alone_and_the_log_says_that_ports_are_open():
+    with capture_logs() as logs:
+        await is_let_out_to_hosts_alone()
+    [told] = [one for one in logs if one["event"] == "sandboxes_reach_all_ports"]
+    assert (told["service"], told["of"]) == ("modal", "https://gate.example/x")
+
+
+async def is_let_out_to_hosts_alone():
     async with backend_of() as (backend, service):
         ways = {
             "https://gate.example/x": ((), ("gate.example",)),
@@ -189,6 +203,13 @@ async def test_a_sandbox_is_let_out_to_the_gateway_alone():
         assert service.way_out.is_closed
         with pytest.raises(ToolError, match="'gate' is no address of a server"):
             await backend.start(None, SandboxLimits(), "gate")
+
+
+@pytest.mark.parametrize("config", [ContainerSandboxes, KubernetesSandboxes, HostedSandboxes])
+def test_a_life_that_would_be_cut_to_nothing_is_refused(config):
+    kind = {"type": "e2b"} if config is HostedSandboxes else {}
+    with pytest.raises(ValueError, match=r"life_s\n.*greater than or equal to 1"):
+        config(image="tiny:1", life_s=0.9, **kind)
 
 
 def test_a_service_whose_package_is_missing_is_a_config_error(monkeypatch):
