@@ -250,13 +250,12 @@ class Gateway:
         """Answer a request of OpenAI's responses, which may go on from an answer of its session."""
         session, raw = self.session_of(request), await self.body_of(request)
         attempt = _attempt_of(request, raw)
-        asked = session.responses.whole(raw, again=session.had(attempt))
-        ask = OPENAI_RESPONSES.parse(asked.whole)
+        asked = session.responses.read(raw, again=session.had(attempt))
 
         def keep(reply: Reply) -> None:
-            session.responses.keep(asked, OPENAI_RESPONSES.body(ask, reply))
+            session.responses.keep(asked, OPENAI_RESPONSES.body(asked.ask, reply))
 
-        return await self._answered(request, session, OPENAI_RESPONSES, attempt, ask, keep)
+        return await self._answered(request, session, OPENAI_RESPONSES, attempt, asked.ask, keep)
 
     async def _converse(self, request: web.Request) -> web.Response:
         """Begin a conversation of OpenAI's, to which responses are added."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, TypeAdapter
 
 from actors.episodes.task import ChatMessage
 from actors.gateway.dialects.base import (
@@ -136,9 +136,16 @@ class _Text(Body):
     format: dict[str, JsonValue] | None = None
 
 
+class _Named(Body):
+    id: str
+
+
 class _Request(Body):
     model: str = ""
-    input: str | Annotated[list[_Item], Field(min_length=1)]
+    input: str | list[_Item]
+    previous_response_id: str | None = None
+    conversation: str | _Named | None = None
+    store: bool | None = True
     instructions: str | None = None
     tools: list[DeclaredTool] | None = None
     tool_choice: JsonValue = None
@@ -149,18 +156,10 @@ class _Request(Body):
     text: _Text | None = None
     top_logprobs: int | None = None
 
-
-class _Named(Body):
-    id: str
-
-
-class _Continued(Body):
-    """What tells whether a request goes on from another, and whether others may go on from it."""
-
-    input: str | list[JsonValue]
-    previous_response_id: str | None = None
-    conversation: str | _Named | None = None
-    store: bool | None = True
+    @property
+    def items(self) -> list[_Item]:
+        """Return the items of the input."""
+        return [_Item(content=self.input)] if isinstance(self.input, str) else self.input
 
     @property
     def conversation_id(self) -> str | None:
@@ -169,16 +168,52 @@ class _Continued(Body):
 
 
 class _Begun(Body):
-    items: list[JsonValue] | None = None
+    items: list[_Item] | None = None
+
+
+ITEMS = TypeAdapter(list[_Item])
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What the items of a conversation come to."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[DeclaredTool, ...] = ()
+
+    def followed_by(self, items: Sequence[_Item]) -> "_History":
+        """Return it with further items."""
+        tools = (tool for item in items for tool in item.tools)
+        return _History(_messages(items, self.messages), (*self.tools, *tools))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """Items of a conversation, as JSON, behind those before them, which other answers have too."""
+
+    items: bytes
+    before: "_Kept | None"
+    whole_bytes: int
+    """Size of all of the conversation's items."""
+
+    def backwards(self) -> Iterator["_Kept"]:
+        """Yield the parts of the conversation, the newest first."""
+        part: _Kept | None = self
+        while part is not None:
+            yield part
+            part = part.before
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A request with all that it goes on from, and what is to be kept of it."""
+    """A request with what it goes on from, and what is to be kept of it."""
 
-    whole: bytes
-    """The request, with what it goes on from in its input."""
-    items: list[JsonValue]
+    ask: Ask
+    history: _History
+    """What it goes on from, and its own items."""
+    before: _Kept | None
+    """What it goes on from."""
+    items: Sequence[_Item]
     """Items to keep with the answer; there are none where nothing is to be kept."""
     conversation: str | None
     """Id under which they are kept, besides the answer's own."""
@@ -186,15 +221,19 @@ class Continued:
 
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
-    items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
+    return _asked(request, _History().followed_by(request.items))
+
+
+def _asked(request: _Request, history: _History) -> Ask:
+    if not history.messages:
+        raise invalid("input: give at least one message")
     system: list[ChatMessage] = []
     if request.instructions:
         system.append({"role": "system", "content": request.instructions})
-    declared = [*(request.tools or ()), *(tool for item in items for tool in item.tools)]
-    offered = OfferedTools(() if request.tool_choice == "none" else declared)
+    offered = OfferedTools(() if request.tool_choice == "none" else (*(request.tools or ()), *history.tools))
     return Ask(
         model=request.model,
-        messages=(*system, *_messages(items)),
+        messages=(*system, *history.messages),
         tools=tuple(offered.functions),
         origins=offered.origins,
         left_out=tuple(offered.left_out),
@@ -215,67 +254,98 @@ def _parse(raw: bytes) -> Ask:
 
 
 class KeptResponses:
-    """The conversations behind the latest answers of a session, for requests that go on from one of them."""
+    """The conversations behind the latest answers of a session, for requests that go on from one of them.
+
+    Conversations share what they have in common, and of a request that goes on from the newest one only what
+    is new is read."""
 
     def __init__(self, most_bytes: int) -> None:
         """Keep nothing yet, and never more than `most_bytes` of JSON: the actor's memory has to hold it."""
         self._most_bytes = most_bytes
-        self._items: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._newest: tuple[_Kept | None, _History] = (None, _History())
+        """The conversation that was kept last, and what it comes to."""
 
     def begin(self, raw: bytes) -> str:
         """Begin a conversation with the items of a body, and return its id."""
-        name = f"conv_{secrets.token_hex(12)}"
-        self._put(name, parsed(_Begun, raw or b"{}").items or [])
+        name, items = f"conv_{secrets.token_hex(12)}", parsed(_Begun, raw or b"{}").items or []
+        self._put(_following(None, items), _History().followed_by(items), name)
         return name
 
-    def whole(self, raw: bytes, *, again: bool = False) -> Continued:
-        """Return a request with all that it goes on from in its input. One that comes `again` may do without,
-        since it gets the answer of the first time.
+    def read(self, raw: bytes, *, again: bool = False) -> Continued:
+        """Return a request with all that it goes on from. One that comes `again` may do without, since it
+        gets the answer of the first time.
 
         Raises `RefusedError` for a response or conversation that is not kept, and for a whole that is larger
         than a body may be."""
-        asked = parsed(_Continued, raw)
-        message: JsonValue = {"role": "user", "content": str(asked.input)}
-        items = [message] if isinstance(asked.input, str) else asked.input
-        conversation = asked.conversation_id
-        if conversation is not None and asked.previous_response_id is not None:
+        request = parsed(_Request, raw)
+        conversation, before = request.conversation_id, None
+        if conversation is not None and request.previous_response_id is not None:
             raise invalid("conversation and previous_response_id: a request goes on from one of them")
-        earlier = conversation or asked.previous_response_id
-        if earlier is not None:
-            if earlier not in self._items and again:
-                return Continued(raw, [], None)
-            if earlier not in self._items:
+        if earlier := conversation or request.previous_response_id:
+            before = self._kept.get(earlier)
+            if before is None and again:
+                return Continued(_parse(raw), _History(), None, (), None)
+            if before is None:
                 kind = "previous_response" if conversation is None else "conversation"
                 reason = f"{earlier!r} is none of this session's latest: send the whole input"
                 raise RefusedError(404, f"{kind}_not_found", f"{earlier}: {reason}")
-            items = [*json.loads(self._items[earlier]), *items]
-            raw = json.dumps({**json.loads(raw), "input": items}).encode()
-            if len(raw) > self._most_bytes:
+            if (size := before.whole_bytes + len(raw)) > self._most_bytes:
                 raise RefusedError(
                     413, "request_too_large",
-                    f"what it goes on from and the request have {len(raw)} bytes together, more than "
+                    f"what it goes on from and the request have {size} bytes together, more than "
                     f"{self._most_bytes}: send less, or raise actors.environment.gateway.most_body_bytes",
                 )  # fmt: skip
-        stored = asked.store is not False or conversation is not None
-        return Continued(raw, items if stored else [], conversation)
+        history = self._history(before).followed_by(request.items)
+        stored = request.store is not False or conversation is not None
+        return Continued(
+            _asked(request, history), history, before, request.items if stored else (), conversation
+        )
 
     def keep(self, asked: Continued, body: Shown) -> None:
         """Keep an answer behind the items that it answers, unless that was done for an earlier attempt."""
-        if asked.items and str(body["id"]) not in self._items:
-            assert isinstance(body["output"], list)
-            for name in filter(None, (str(body["id"]), asked.conversation)):
-                self._put(name, [*asked.items, *body["output"]])
+        if asked.items and str(body["id"]) not in self._kept:
+            output = ITEMS.validate_python(body["output"])
+            kept = _following(asked.before, [*asked.items, *output])
+            self._put(kept, asked.history.followed_by(output), str(body["id"]), asked.conversation)
 
-    def _put(self, name: str, items: list[JsonValue]) -> None:
-        self._items[name] = json.dumps(items).encode()
-        self._items.move_to_end(name)
-        while len(self._items) > MOST_KEPT or sum(map(len, self._items.values())) > self._most_bytes:
-            self._items.popitem(last=False)
+    def _history(self, kept: _Kept | None) -> _History:
+        newest, history = self._newest
+        if kept is newest:
+            return history
+        parts = [*kept.backwards()] if kept is not None else []
+        return _History().followed_by(
+            [item for part in reversed(parts) for item in ITEMS.validate_json(part.items)]
+        )
+
+    def _put(self, kept: _Kept, history: _History, *names: str | None) -> None:
+        self._newest = kept, history
+        for name in filter(None, names):
+            self._kept[name] = kept
+            self._kept.move_to_end(name)
+        while len(self._kept) > MOST_KEPT or self.size_bytes > self._most_bytes:
+            self._kept.popitem(last=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all that is kept, of which each part counts once."""
+        parts: dict[int, int] = {}
+        for kept in self._kept.values():
+            for part in kept.backwards():
+                if id(part) in parts:  # and so are those before it
+                    break
+                parts[id(part)] = len(part.items)
+        return sum(parts.values())
 
 
-def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
+def _following(before: _Kept | None, items: list[_Item]) -> _Kept:
+    data = ITEMS.dump_json(items, exclude_defaults=True)
+    return _Kept(data, before, len(data) + (before.whole_bytes if before is not None else 0))
+
+
+def _messages(items: Sequence[_Item], before: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Return the conversation; what an assistant thought, said and called in a row is one message."""
-    messages: list[Shown] = []
+    messages = [*before]
     for item in items:
         match item.type:
             case "message" if item.role != "assistant":
@@ -296,25 +366,27 @@ def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
                 pass
             case _:
                 raise invalid(f"input of type {item.type!r}: give messages, calls of tools and their outputs")
-    return list(messages)
+    return tuple(messages)
 
 
-def _add_to_assistant(messages: list[Shown], item: _Item) -> None:
+def _add_to_assistant(messages: list[ChatMessage], item: _Item) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    message = messages[-1]
+    message: Shown = {**messages[-1]}  # earlier requests have it too
+    messages[-1] = message
     if item.type == "message":
         message["content"] = f"{message['content']}{text_of(item.content)}"
     elif item.type == "reasoning":
         parts = item.content if isinstance(item.content, list) else []
         message["reasoning_content"] = "".join(part.text or "" for part in (parts or item.summary or []))
     else:
-        calls = message.setdefault("tool_calls", [])
+        calls = message.get("tool_calls", [])
         assert isinstance(calls, list)
         name = flat_name(item.name, item.namespace)
         is_custom = item.type == "custom_tool_call"
         called = custom_call(item.call_id, name, item.input) if is_custom else None
-        calls.append((called or ToolCall(item.call_id, name, item.arguments)).as_json)
+        called = called or ToolCall(item.call_id, name, item.arguments)
+        message["tool_calls"] = [*calls, called.as_json]
 
 
 def _body(ask: Ask, reply: Reply) -> Shown:

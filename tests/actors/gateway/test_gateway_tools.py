@@ -145,18 +145,33 @@ async def test_the_latest_answers_alone_are_kept(monkeypatch):
             ] == status
 
 
+async def test_responses_share_what_they_go_on_from_and_one_may_go_on_from_any():
+    async with served(lambda _: "yes") as s:
+        path, earlier, ids = "/v1/responses", None, []
+        for n in range(9):
+            _, answer = await s.post(path, {"input": f"{n}? " + "x" * 500, "previous_response_id": earlier})
+            ids.append(earlier := answer["id"])
+        assert 9 * 500 < s.session.responses.size_bytes < 2 * 9 * 500
+        said = {"role": "assistant", "content": " and no"}
+        for name, turns in ((ids[-1], 9), (ids[1], 2), (ids[1], 2)):  # the newest, and twice an old one
+            new = [said, {"content": "sure?"}]
+            await s.post(path, {"input": new, "previous_response_id": name, "store": False})
+            prompt = TOKENIZER.decode(list(s.engine.requests[-1].token_ids))
+            assert [prompt.count(f"{n}? x") for n in range(9)] == [1] * turns + [0] * (9 - turns)
+            assert (prompt.count("yes"), prompt.count("yes and no")) == (turns, 1)
+
+
 async def test_what_is_kept_of_responses_is_bounded_whatever_else_their_requests_bring():
-    junk = [{"content": "again?", "left_out": [[]] * 300}]  # each list takes twenty times its bytes
+    long = [{"content": "again?" * 200, "left_out": [[]] * 300}]  # what nobody reads is not kept
     async with served(lambda _: "yes", most_body_bytes=4096) as s:
         path, earlier, statuses = "/v1/responses", None, []
         for _ in range(3):
-            status, answer = await s.post(path, {"input": junk, "previous_response_id": earlier})
+            status, answer = await s.post(path, {"input": long, "previous_response_id": earlier})
             statuses.append(status)
             earlier = answer.get("id", earlier)
         assert statuses == [200, 200, 413]
         assert "raise actors.environment.gateway.most_body_bytes" in answer["error"]["message"]
-        kept = s.session.responses._items.values()
-        assert 0 < sum(map(len, kept)) <= 4096
+        assert 0 < s.session.responses.size_bytes <= 4096
 
 
 async def test_stop_text_ends_the_answer_before_it():
