@@ -48,6 +48,7 @@ class Foreign:
 AGENTS = [
     Foreign("openai_agents", ("openai-agents>=0.24,<1",), (CALL, "42", CALL, "42"), 2),
     Foreign("langgraph", ("langgraph>=1.2,<2", "langchain-openai>=1.7,<2"), (CALL, "42", CALL, "42"), 2),
+    Foreign("pydantic_ai", ("pydantic-ai-slim[openai]>=2,<3",), (CALL, "42", CALL, "42"), 2),
     Foreign("smolagents", ("smolagents[openai]>=1.26,<2",), (CALL, FINAL_CALL), 2),
     Foreign("verifiers", ("verifiers>=0.4,<0.5",), (CALL, "42"), 1),
     Foreign("google_adk", ("google-genai>=2,<3", "google-adk>=2,<3"), (CALL, "42", "wrong", CALL, "42"), 3),
