@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -66,6 +66,8 @@ class ContainerBackend:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
         self._starting = asyncio.Lock()
+        self.left: set[str] = set()
+        """Containers that could not be removed, as while the daemon starts again."""
         self._has_looked = False
         """Whether it is known if the daemon holds containers to their limits."""
 
@@ -74,6 +76,9 @@ class ContainerBackend:
     ) -> "Container":
         """Start a container of an image, which the daemon fetches if it has not got it. Raises ToolError."""
         name = image or self._config.image
+        for left in tuple(self.left):
+            await self.remove(left)
+            self.left.discard(left)
         async with self._starting:
             if self._session is None:
                 connector = aiohttp.UnixConnector(str(self._config.socket), limit=0)
@@ -113,6 +118,12 @@ class ContainerBackend:
                 "sandboxes_are_not_limited", daemon=str(self.socket), limits=missing,
                 remedy="run the daemon as root, or on a host with control groups of version 2 alone",
             )  # fmt: skip
+
+    async def remove(self, container_id: str) -> None:
+        """Remove a container, which may be gone. Raises ToolError."""
+        status, said = await self.ask("DELETE", f"/containers/{container_id}?force=1&v=1")
+        if status not in (204, 404, 409):  # gone, or about to be
+            raise ToolError(f"the daemon removes no container {container_id}: {_message(said)}")
 
     async def close(self) -> None:
         """End the connections to the daemon."""
@@ -214,7 +225,8 @@ class Container:
                 end = await self._ended(stream, exec_id, command.timeout_s)
             finally:
                 if end != "exited":
-                    await self._kill(note)
+                    with suppress(ToolError):  # what is under way says more
+                        await self._kill(note)
         status = await self._status(exec_id)
         if end == "exited" and status == KILLED and await self._lacked_memory():
             end = "memory"
@@ -242,12 +254,14 @@ class Container:
         return NEAR, listening
 
     async def close(self) -> None:
-        """Remove the container; what the daemon says against it is logged."""
+        """Remove the container. Where the daemon does not, the log says so, and the next start asks again."""
         if self.shared is not None:
             await asyncio.to_thread(shutil.rmtree, self.shared, ignore_errors=True)
-        status, said = await self._backend.ask("DELETE", f"/containers/{self.container_id}?force=1&v=1")
-        if status not in (204, 404, 409):  # gone, or about to be
-            log.warning("container_is_not_removed", container=self.container_id, reason=_message(said))
+        try:
+            await self._backend.remove(self.container_id)
+        except ToolError as error:
+            log.warning("container_is_not_removed", container=self.container_id, reason=str(error))
+            self._backend.left.add(self.container_id)
 
     async def _made(self, command: Command, script: Sequence[str]) -> str:
         described: JSON = {

@@ -90,23 +90,31 @@ def daemon_of(kind, archive=None):
             variables = [f"HOME={directory}", f"XDG_RUNTIME_DIR={directory}", f"PATH={os.environ['PATH']}"]
             user = [f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
             before = ["setpriv", *user, "env", "-i", *variables]
-        with Path(directory, "log").open("wb") as log:
-            command = [*before, *DAEMONS[kind].format(d=directory).split()]
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
-        try:
-            until = time.monotonic() + 60
-            while not Path(directory, "socket").is_socket():
-                if process.poll() is not None or time.monotonic() > until:
-                    pytest.skip(f"{name} does not run here: {Path(directory, 'log').read_text()[-500:]}")
-                time.sleep(0.1)
+        with started_daemon(kind, directory, before):
             load = [*before, *IMPORT[kind].format(d=directory).split()]
             subprocess.run(load, input=archive or image_of_busybox(), check=True, capture_output=True)
             yield Path(directory, "socket")
-        finally:
+
+
+@contextmanager
+def started_daemon(kind, directory, before=()):
+    """A daemon that keeps what it has in a directory, also for the next one."""
+    with Path(directory, "log").open("wb") as log:
+        command = [*before, *DAEMONS[kind].format(d=directory).split()]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while not Path(directory, "socket").is_socket():
+            if process.poll() is not None or time.monotonic() > until:
+                pytest.skip(f"{kind} does not run here: {Path(directory, 'log').read_text()[-500:]}")
+            time.sleep(0.1)
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it may have been stopped
             os.killpg(process.pid, signal.SIGTERM)  # an ordinary user's consists of several
-            process.wait(30)
-            with suppress(FileNotFoundError):  # and of one that keeps its namespace
-                os.kill(int(Path(directory, "libpod/tmp/pause.pid").read_text()), signal.SIGKILL)
+        process.wait(60)
+        with suppress(FileNotFoundError):  # and of one that keeps its namespace
+            os.kill(int(Path(directory, "libpod/tmp/pause.pid").read_text()), signal.SIGKILL)
 
 
 def ask_for_few_processes(patch):

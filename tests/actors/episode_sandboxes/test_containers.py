@@ -3,21 +3,30 @@
 import asyncio
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from structlog.testing import capture_logs
 
 from actors.episode_sandboxes.base import Command, EpisodeSandbox, SandboxFileError
 from actors.episode_sandboxes.containers import ContainerBackend
+from actors.episode_sandboxes.pool import SandboxPool
 from actors.episodes.errors import ToolError, ToolFailedError
-from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
+from actors.settings.episode_sandboxes import ContainerSandboxes, HostSandboxes, SandboxLimits
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.tools.build import build_tools
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said, shell
-from tests.actors.episode_sandboxes.daemons import DAEMONS, IMAGE, ROOTLESS, ask_for_few_processes, daemon_of
+from tests.actors.episode_sandboxes.daemons import (
+    DAEMONS,
+    IMAGE,
+    ROOTLESS,
+    ask_for_few_processes,
+    daemon_of,
+    started_daemon,
+)
 from tests.actors.tools.test_sandbox_tools import Episode
 
 pytestmark = pytest.mark.nightly
@@ -128,6 +137,32 @@ async def test_a_container_that_has_ended_or_was_left_is_told_and_removed(daemon
             assert not is_there(directory)
         assert await said(ours, "echo 1") == "1\n"  # and that of a living one stays
         await ours.close()
+
+
+async def test_a_daemon_that_starts_again_fails_what_is_open_and_serves_what_comes_later():
+    with daemon_of("docker") as socket, ExitStack() as further, capture_logs() as logs:
+        pool = SandboxPool(
+            ContainerBackend(ContainerSandboxes(image=IMAGE, socket=socket)), HostSandboxes(), at_once=1
+        )
+        async with pool.sandbox() as sandbox:
+            under_way = asyncio.create_task(said(sandbox, "touch begun; sleep 300", timeout_s=300))
+            while not (await shell(sandbox, "ls begun 2>/dev/null")).stdout:
+                pass
+            daemon = psutil.Process(int((socket.parent / "pid").read_text()))
+            daemon.terminate()
+            await asyncio.to_thread(psutil.wait_procs, [daemon], 60)
+            with pytest.raises(ToolError):
+                await under_way
+        with pytest.raises(ToolError, match="does not answer"):
+            async with pool.sandbox():
+                pass
+        further.enter_context(started_daemon("docker", socket.parent))
+        async with pool.sandbox() as again:
+            assert await said(again, "echo 2") == "2\n"
+            listed = ("docker", "-H", f"unix://{socket}", "ps", "-aq")
+            assert len((await asyncio.to_thread(subprocess.check_output, listed)).split()) == 1
+        await pool.close()
+    assert "container_is_not_removed" in [one["event"] for one in logs]
 
 
 LEAVE = """
