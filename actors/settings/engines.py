@@ -188,6 +188,15 @@ class SglangEngineConfig(EngineSettings):
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     """Whether prompts are computed by a server of their own."""
 
+    nodes: int = Field(1, ge=1)
+    """Number of hosts of one engine. `launch actors` runs on each of them, with its own `node_rank`."""
+
+    node_rank: int = Field(0, ge=0)
+    """Number of this host among those of its engine. Node 0 takes leases and weights for all of them."""
+
+    rendezvous: str = ""
+    """Address of node 0, as host:port, where the ranks of an engine of several nodes find each other."""
+
     update: Literal["disk", "tensor", "group"] = "disk"
     """How weights get to the server. `disk`: in files in `weights_directory`, which the server must see too.
     `tensor`: in the body of requests, which is slower, for a server on another host. `group`: from the
@@ -347,6 +356,45 @@ class SglangEngineConfig(EngineSettings):
                 f"disaggregation.prefill_url={pair.prefill_url!r} attaches to a server that runs: leave out "
                 "disaggregation.prefill and disaggregation.decode"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_are_one_engine(self) -> Self:
+        if self.nodes == 1:
+            if self.node_rank or self.rendezvous:
+                raise ValueError(
+                    f"node_rank={self.node_rank} and rendezvous={self.rendezvous!r} are for an engine of "
+                    "several nodes: set nodes, or leave them out"
+                )
+            return self
+        if self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank={self.node_rank} of nodes={self.nodes}: they count from 0")
+        _, _, port = self.rendezvous.rpartition(":")
+        if not port.isdecimal():
+            raise ValueError(
+                f"nodes={self.nodes} needs rendezvous=HOST:PORT, an address of node 0 (got "
+                f"{self.rendezvous!r})"
+            )
+        problems = (
+            (self.attached, "url or urls: a running server is reached at its first host: leave out nodes"),
+            (self.disaggregation.enabled, "disaggregation.enabled: its servers are of one host each"),
+            (
+                self.adapter == "loaded",
+                "adapter=loaded: it is not known to reach all nodes: set adapter=merged",
+            ),
+            (
+                self.update == "group",
+                "update=group: SGLang does not tell whether a rank of another node took what the learner "
+                "sent: set update=disk or update=tensor",
+            ),
+            (
+                self.update == "disk" and self.weights_directory is None,
+                "update=disk: every node reads the files: name a directory that all of them share as "
+                "weights_directory, or set update=tensor",
+            ),
+        )
+        if wrong := [problem for found, problem in problems if found]:
+            raise ValueError(f"nodes={self.nodes} with {wrong[0]}")
         return self
 
     @property

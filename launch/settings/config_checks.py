@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from actors.engines.sglang.server.gpu_count import gpus, replicas
 from actors.policy.cut_off_sampling import refuse_untold_masks
 from actors.settings.engines import refuse_quantised, refuse_running
 from bus.errors import ConfigError
@@ -64,6 +65,7 @@ def check_together(config: "RunConfig") -> None:
             "bfloat16; set model.dtype=bfloat16, or fp8_matmul to false"
         )
     _check_colocation(config)
+    _check_nodes(config)
     _check_opponents(config)
     check_evaluations(config)
     _check_sampling(config)
@@ -312,6 +314,36 @@ def _check_colocation(config: "RunConfig") -> None:
         raise ConfigError(
             f"colocation.yield_timeout_s={config.colocation.yield_timeout_s:g} is not above "
             f"actors.fleet.start_timeout_s={fleet.start_timeout_s:g}: an engine that starts is waited for"
+        )
+
+
+def _check_nodes(config: "RunConfig") -> None:
+    """Refuse an engine of several nodes where others would start beside it, or its ranks do not divide."""
+    engine, actors = config.actors.engine.servers, config.actors
+    if engine.nodes == 1:
+        return
+    where = f"actors.engine.nodes={engine.nodes}"
+    beside = {
+        f"actors.fleet.engines={actors.fleet.engines}": actors.fleet.engines > 1,
+        "actors.evaluation.servers": actors.evaluation.servers > 0,
+        "actors.evaluation.only": actors.evaluation.only,
+        "policies": bool(config.policies),
+        "colocation.enabled": config.colocation.enabled,
+        "actors.opponents of engine=same": any(
+            one.engine == "same" and one.url is None for one in actors.opponents.values()
+        ),
+    }
+    if other := [name for name, is_set in beside.items() if is_set]:
+        raise ConfigError(f"{where} with {other[0]}: its actors have that one engine alone: leave out one")
+    if (copies := replicas(engine.settings)) > 1:
+        raise ConfigError(
+            f"{where} with actors.engine.server.dp_size={copies}: SGLang has no replicas over several nodes: "
+            "run an engine for each, or set actors.engine.server.enable_dp_attention"
+        )
+    if (ranks := gpus(engine.settings)) % engine.nodes:
+        raise ConfigError(
+            f"{where} does not divide the {ranks} ranks of actors.engine.server (tp_size times pp_size): set "
+            f"tp_size to a multiple of {engine.nodes}"
         )
 
 

@@ -91,6 +91,11 @@ def refuse_settings(config: RunConfig) -> None:
         raise ConfigError(
             "colocation.enabled=true: `launch slurm` gives actors nodes of their own; set it to false"
         )
+    if (nodes := config.actors.engine.servers.nodes) > 1:
+        raise ConfigError(
+            f"actors.engine.nodes={nodes}: `launch slurm` starts engines of one node each; start the nodes of "
+            "an engine as docs/engines.md says"
+        )
     if config.policies:
         raise ConfigError(
             f"policies.{next(iter(config.policies))}: `launch slurm` starts one learner, and each further "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus_of_engine
+from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus_of_host
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EngineConfig
 
@@ -45,7 +45,7 @@ def gpus_used(engine: EngineConfig, first_gpus: tuple[int, ...]) -> set[int]:
     if engine.in_process or settings.get("device") == "cpu":
         return set()
     firsts = [base_gpu_id(settings, first) for first in first_gpus]
-    return {gpu for first in firsts for gpu in range(first, first + gpus_of_engine(engine))}
+    return {gpu for first in firsts for gpu in range(first, first + gpus_of_host(engine))}
 
 
 class _Count:
@@ -56,7 +56,7 @@ class _Count:
 
     def take(self, engine: EngineConfig | None, engines: int) -> tuple[int, ...]:
         """Return the first GPU of each of several engines; those in this process or at a URL take none."""
-        each = gpus_of_engine(engine) if engine is not None else 0
+        each = gpus_of_host(engine) if engine is not None else 0
         first, self._taken = self._taken, self._taken + each * engines
         return tuple(first + each * number for number in range(engines))
 

@@ -40,6 +40,11 @@ def gpus_of_engine(engine: EngineSettings) -> int:
     return sum(gpus(common | by_name(own)) for own in (pair.prefill, pair.decode))
 
 
+def gpus_of_host(engine: EngineSettings) -> int:
+    """Return how many an engine uses on each of its hosts. Raises `ConfigError` as `gpus_of_engine` does."""
+    return gpus_of_engine(engine) // engine.servers.nodes
+
+
 def replicas(given: Settings) -> int:
     """Copies of the model that one server has, each on GPUs of its own."""
     return 1 if is_on(given.get("enable_dp_attention")) else size(given, "dp_size", "data_parallel_size")

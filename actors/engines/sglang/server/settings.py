@@ -20,7 +20,9 @@ from storage.model_files.output_head import has_other_head
 from storage.model_files.packed_files import is_quantised_model
 
 Settings = Mapping[str, SglangSetting]
-OURS = ("model_path", "host", "port", "load_format", "weight_version")
+OURS = (
+    "model_path", "host", "port", "load_format", "weight_version", "nnodes", "node_rank", "dist_init_addr",
+)  # fmt: skip
 """Settings that the engine decides."""
 ON_CPU: Settings = {
     "device": "cpu",
@@ -133,6 +135,17 @@ def server_settings(
         "load_format": "dummy",
         "custom_weight_loader": (*_several(given.get("custom_weight_loader", ())), APPLY),
         "weight_version": "-1",
+        **_nodes(config),
+    }
+
+
+def _nodes(config: SglangEngineConfig) -> Settings:
+    if config.nodes == 1:
+        return {}
+    return {
+        "nnodes": config.nodes,
+        "node_rank": config.node_rank,
+        "dist_init_addr": config.rendezvous,
     }
 
 
