@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from actors.engines.fleet.engine_nodes import LeadingNode
 from actors.engines.fleet.fleet import Fleet
 from actors.evaluation.engines import OwnEngine
 from actors.other_policies.further_policy import FurtherPolicy
@@ -12,7 +13,7 @@ from actors.weights.first_policy import actor_name
 from bus.connection import Bus
 from bus.connection.status import Activity, report_status
 
-Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
+Startable: TypeAlias = LeadingNode | Fleet | Opponents | OwnEngine | FurtherPolicy
 
 
 async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyncio.Event) -> bool:
@@ -53,7 +54,8 @@ async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyn
 
 def _doing(engines: Sequence[Startable]) -> Activity:
     """Return what they do, where they know it."""
-    known = ", ".join(filter(None, (one.starting for one in engines if isinstance(one, Fleet))))
+    parts = (one.starting for one in engines if isinstance(one, LeadingNode | Fleet))
+    known = ", ".join(filter(None, parts))
     return Activity(f"starting its engine{known and ': '}{known}", wait="engine")
 
 

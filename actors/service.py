@@ -18,6 +18,7 @@ from actors.engines.fleet.build import engine_builds, refuse_unfit_model
 from actors.engines.fleet.colocation import DeviceSharing, able_to_release
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
+from actors.engines.fleet.engine_nodes import LeadingNode
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.gpu_plan import gpu_plan
 from actors.engines.fleet.shared_servers import SharedServers
@@ -143,13 +144,14 @@ async def run_actors(
         if settings.colocation.enabled:
             sharing = DeviceSharing(bus, policy, settings.colocation, actor=actor_name())
             await open_parts.enter_async_context(sharing.active())
+        leading = await _leading(bus, engine, policy, open_parts)
         open_parts.push_async_callback(policy.close)
         further = await _further_policies(settings, model, claims, open_parts, shared, stop)
         if further is None:
             return
         engines = ActorEngines(policy, opponents, claims, own, further, shared)
         buses = [bus, *(one.bus for one in settings.further.values())]
-        if not await started(buses, engines.at_start(settings.actors), stop):
+        if not await started(buses, [*leading, *engines.at_start(settings.actors)], stop):
             return
         open_parts.enter_context(few_collections())
         open_parts.enter_context(quick_turns())
@@ -158,6 +160,18 @@ async def run_actors(
             return
         actor = _actor(bus, settings, engines, blobs, model, environment, keep, kernels)
         await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
+
+
+async def _leading(
+    bus: Bus, engine: EngineConfig, policy: Fleet, opened: AsyncExitStack
+) -> list[LeadingNode]:
+    """Return what leads the nodes of the engine as long as `opened`; nothing for an engine of one node."""
+    if engine.servers.nodes == 1:
+        return []
+    leader = LeadingNode(bus, engine.servers)
+    await opened.enter_async_context(leader.leading())
+    await opened.enter_async_context(leader.watched(policy.fail))
+    return [leader]
 
 
 async def _further_policies(
@@ -294,4 +308,7 @@ def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet
     builds = attached_builds(engine, model, shared.own) or engine_builds(
         engine, model, first_gpus, settings.logs, actor=actor_name(), served=shared.own, exact=settings.exact
     )
-    return Fleet(shared.hosts(builds), settings.actors.fleet)
+    fleet = settings.actors.fleet
+    if engine.servers.nodes > 1:  # others may have its leases until all nodes are there again
+        fleet = fleet.model_copy(update={"restarts": 0})
+    return Fleet(shared.hosts(builds), fleet)

@@ -153,6 +153,10 @@ class EngineLostError(EngineError):
     """No engine is left: this process cannot go on, and another one may have its work."""
 
 
+class EngineNodeLostError(EngineError):
+    """An engine of several nodes is lost: its actors can begin anew once all nodes are there."""
+
+
 class TrainingError(SluiceError):
     """Training cannot go on from where it is: an older checkpoint or other settings are needed."""
 

@@ -404,8 +404,11 @@ class SglangEngineConfig(EngineSettings):
 
     @property
     def claimed(self) -> tuple[str, ...]:
-        """URLs of all running servers that nobody else may use, that for a pair's prompts among them."""
+        """URLs of all running servers that nobody else may use, that for a pair's prompts among them, and the
+        place of this node in an engine of several."""
         prefill = self.disaggregation.prefill_url
+        if self.nodes > 1:
+            return (f"{self.rendezvous}/{self.node_rank}",)
         return tuple(url.rstrip("/") for url in (*self.attached, *([prefill] if prefill else [])))
 
     def attached_to(self, url: str) -> "SglangEngineConfig":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from bus.device_messages import HOLD_KEY, USERS
+from bus.engine_nodes import NODES
 from bus.security.record_rules import ROLE_KEYS
 from bus.topology import Topology
 
@@ -117,7 +118,7 @@ def _actor(t: Topology) -> Permissions:
             *consumers,
             *_read_keys(t),
             *_read_blobs(t),
-            *_keys(t, f"{USERS}.*", "role.engine.*"),
+            *_keys(t, f"{USERS}.*", f"{NODES}.*", "role.engine.*"),
             dead,
             *_subjects(t, "trajectories.*", "outcomes.rejected", "outcomes.answers"),
             *_subjects(t, "events.metrics", "events.evaluation", COUNTERS),

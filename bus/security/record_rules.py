@@ -33,6 +33,7 @@ RULES: dict[str, RecordRule] = {
     "policy": _LEARNER,
     "device": _LEARNER,
     "device-users.*": RecordRule(("actor", "learner"), "newest"),
+    "engine-nodes.*": RecordRule(("actor",), "newest"),
     "role.dispatcher": _STORAGE,
     "role.shard-*": _STORAGE,
     "role.learner*": _LEARNER,

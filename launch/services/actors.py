@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ import structlog
 
 from actors.settings.actors import ActorsConfig
 from bus.connection.bus import Bus
+from bus.errors import EngineNodeLostError, leaves
 from bus.process.process_tuning import no_collections
+from bus.waiting import set_within
 from launch.model_files.hub_model import fetched_before, is_hub_name
 from launch.process.record_trust import with_own_engine
 from launch.process.run_connection import connected, joined, seen_records
@@ -31,41 +34,71 @@ log = structlog.get_logger()
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """Run an actor process until `stop` or the end of the run."""
-    with no_collections():
-        from actors.environments.build import built_environment
-        from actors.rewards.group_filters import load_filter
-
     async with connected(where, "actors", stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
         config = with_own_engine(bus, config, overrides)
-        refuse_open_gateway(config)
-        hidden = hidden_files(config)
-        async with AsyncExitStack() as opened:
-            await opened.enter_async_context(traced(config.metrics, run=config.run, role="actor"))
-            building = built_environment(config.actors, stop, hidden, token=gateway_token(config))
-            environment = await opened.enter_async_context(building)
-            load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
-            bus.state.wait_for("its libraries to be loaded")
-            log.info("actors_starting", run=config.run)
-            with no_collections():
-                from actors.service import ActorSettings, run_actors
+        if config.actors.engine.servers.nodes > 1:
+            await _serve_on_nodes(bus, config, overrides, stop)
+        else:
+            await _serve(bus, config, overrides, stop)
 
-            further = await _further_policies(bus, config, overrides, stop, opened)
-            settings = ActorSettings(
-                actors=with_model_directory(config),
-                sampling=config.sampling, rollout_engine=engine_of(config),
-                shards=config.replay.shards,
-                logs=config.directory / config.run / "logs",
-                account=config.directory / config.run / ACTORS,
-                colocation=config.colocation,
-                further=further,
-                max_staleness=config.admission.max_staleness,
-                exact=config.model.numerics == "exact",
-                calls_rewards=SUPERVISOR not in os.environ,
-            )  # fmt: skip
-            await run_actors(bus, settings, environment, stop)
+
+async def _serve_on_nodes(
+    bus: Bus, config: RunConfig, overrides: dict[str, Any], stop: asyncio.Event
+) -> None:
+    """Run a node of an engine of several. Node 0 begins anew, as another process would, when one is lost."""
+    from actors.engine_node import run_engine_node
+    from actors.engines.fleet.member import RestartLimit
+
+    if config.actors.engine.servers.node_rank:
+        await run_engine_node(bus, config.actors, config.directory / config.run / "logs", stop)
+        return
+    failures, is_over = RestartLimit(config.actors.fleet), False
+    while not (is_over or stop.is_set()):
+        is_over = True
+        try:
+            await _serve(bus, config, overrides, stop)
+        except* EngineNodeLostError as lost:
+            pause_s = failures.pause_after_failure_s(time.monotonic())
+            log.error("engine_begins_anew", reason=str(next(leaves(lost))), pause_s=pause_s)
+            if pause_s is None:
+                raise
+            is_over = await set_within(stop, pause_s)
+
+
+async def _serve(bus: Bus, config: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
+    with no_collections():
+        from actors.environments.build import built_environment
+        from actors.rewards.group_filters import load_filter
+
+    refuse_open_gateway(config)
+    hidden = hidden_files(config)
+    async with AsyncExitStack() as opened:
+        await opened.enter_async_context(traced(config.metrics, run=config.run, role="actor"))
+        building = built_environment(config.actors, stop, hidden, token=gateway_token(config))
+        environment = await opened.enter_async_context(building)
+        load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
+        bus.state.wait_for("its libraries to be loaded")
+        log.info("actors_starting", run=config.run)
+        with no_collections():
+            from actors.service import ActorSettings, run_actors
+
+        further = await _further_policies(bus, config, overrides, stop, opened)
+        settings = ActorSettings(
+            actors=with_model_directory(config),
+            sampling=config.sampling, rollout_engine=engine_of(config),
+            shards=config.replay.shards,
+            logs=config.directory / config.run / "logs",
+            account=config.directory / config.run / ACTORS,
+            colocation=config.colocation,
+            further=further,
+            max_staleness=config.admission.max_staleness,
+            exact=config.model.numerics == "exact",
+            calls_rewards=SUPERVISOR not in os.environ,
+        )  # fmt: skip
+        await run_actors(bus, settings, environment, stop)
 
 
 def with_model_directory(config: RunConfig) -> ActorsConfig:

@@ -93,8 +93,8 @@ def refuse_settings(config: RunConfig) -> None:
         )
     if (nodes := config.actors.engine.servers.nodes) > 1:
         raise ConfigError(
-            f"actors.engine.nodes={nodes}: `launch slurm` starts engines of one node each; start the nodes of "
-            "an engine as docs/engines.md says"
+            f"actors.engine.nodes={nodes}: `launch slurm` starts engines of one node each; start the nodes "
+            "of an engine as docs/engines.md says"
         )
     if config.policies:
         raise ConfigError(

@@ -203,6 +203,11 @@ class Fleet:
             reasons = "; ".join(sorted({member.reason for member in members}))
             raise EngineError(f"none of {len(members)} engines could start: {reasons}")
 
+    def fail(self, reason: str) -> None:
+        """Take all engines out of service for a reason that none of them knows."""
+        for member in self._members.values():
+            member.fail(reason, of_requests=False)
+
     def join(self, name: str, build: Build) -> None:
         """Take in another engine, which serves when it has the current weights. Raises EngineError for a name
         that is in use."""

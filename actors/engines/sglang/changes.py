@@ -157,6 +157,11 @@ def changes(old: State, new: State) -> Changes | None:
     return Changes(tensors, {CHANGES: json.dumps(entries)})
 
 
+def whole(state: State) -> Changes:
+    """Return what makes all of these tensors, whatever was before."""
+    return Changes({WHOLE + name: tensor for name, tensor in state.items()}, {CHANGES: "{}"})
+
+
 def _differences(old: State, new: State) -> dict[str, Found]:
     """Return what changed, in the order of `new`, but for tensors that go whole."""
     found = {name: known(old[name], tensor) for name, tensor in new.items() if not _goes_whole(tensor)}

@@ -65,6 +65,12 @@ class Loading:
             )
         if config.update == "group":
             self._group.refuse_unreachable()
+        if config.nodes > 1 and config.in_files and not self._takes_changes:
+            raise ConfigError(
+                f"actors.engine.nodes={config.nodes} with update=disk: SGLang {self._facts.version} does "
+                f"not take what changed of {self.held.model_type}, and says nothing of a node that cannot "
+                "read whole files: set actors.engine.update=tensor"
+            )
 
     async def tensors(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
         """Return tensors from this host; without any the smallest again, for versions come with tensors
@@ -128,7 +134,9 @@ class Loading:
         if config.in_files:  # all outside the pause
             if certain and self._takes_changes:
                 changed = await asyncio.to_thread(self.held.write_changes, state)
-            if changed is None and self._reads_files(config):
+            if changed is None and config.nodes > 1:
+                changed = await asyncio.to_thread(self.held.write_whole, state)
+            elif changed is None and self._reads_files(config):
                 await asyncio.to_thread(self.held.write, state)
         self.held.keep(state, policy_version)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from actors.engines.sglang.changes import changes
+from actors.engines.sglang.changes import Changes, changes, whole
 from actors.engines.sglang.client.tensor_files import NAMES, State, bytes_of, raw, write_tensors
 from bus.errors import ConfigError, EngineError
 from storage.disk.atomic_files import try_lock
@@ -107,8 +107,16 @@ class HeldWeights:
         Raises `EngineError` for another model's tensors, `ConfigError` when there is no room."""
         self._check(state)
         found = changes(self._tensors, state)
-        if found is None:
-            return None
+        return None if found is None else self._written(found)
+
+    def write_whole(self, state: State) -> Path:
+        """Return a file with all of these, for a server whose nodes each write them in or end.
+
+        Of a directory that a node cannot read SGLang would say nothing: its ranks would go on with older
+        weights. Raises `ConfigError` when there is no room."""
+        return self._written(whole(state))
+
+    def _written(self, found: Changes) -> Path:
         [path] = self._anew("changes")
         with self._room_for(found.tensors):
             write_tensors(path, found.tensors, found.metadata)

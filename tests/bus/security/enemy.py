@@ -31,7 +31,7 @@ AT_ONCE = 100
 """Messages that are read at a time."""
 KEYS = (
     *("run", "identity", "policy", "heldout", "heldout.x", "pace", "role.learner", "role.engine.a"),
-    *("device", "device-users.a", ROLE_KEYS),
+    *("device", "device-users.a", "engine-nodes.a", ROLE_KEYS),
 )
 SUBJECTS = (
     *("tasks.rollout.1", "tasks.evaluation", "trajectories.0", "outcomes.rejected", "outcomes.rewards.0"),
