@@ -7,6 +7,8 @@ from pathlib import Path
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.engine_nodes import FollowingNode
 from actors.engines.fleet.gpu_plan import gpu_plan
+from actors.evaluating_actor import AnnouncedPolicy
+from actors.run_end import stop_when_done
 from actors.settings.actors import ActorsConfig
 from actors.weights.first_policy import actor_name, first_policy
 from actors.weights.follow import obtain_model
@@ -15,8 +17,10 @@ from bus.connection.status import Activity, report_status
 
 
 async def run_engine_node(bus: Bus, actors: ActorsConfig, logs: Path, stop: asyncio.Event) -> None:
-    """Run this node's ranks whenever node 0 leads the engine, until `stop`. Raises as `FollowingNode.run`."""
-    engine, finished = actors.engine.servers, asyncio.Event()
+    """Run this node's ranks whenever node 0 leads the engine, until `stop` or the end of the run.
+
+    Raises as `FollowingNode.run`."""
+    engine, policy, finished = actors.engine.servers, AnnouncedPolicy(bus), asyncio.Event()
     manifest = await first_policy(bus, actors.patience_s, stop)
     if manifest is None:
         return
@@ -37,6 +41,8 @@ async def run_engine_node(bus: Bus, actors: ActorsConfig, logs: Path, stop: asyn
                     stop=finished,
                 )
             )
+            tasks.create_task(policy.run(finished))
+            tasks.create_task(stop_when_done(lambda: policy.stage, str, stop))
             try:
                 await node.run(stop)
             finally:
