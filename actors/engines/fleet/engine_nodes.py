@@ -110,12 +110,13 @@ class LeadingNode:
 
     @asynccontextmanager
     async def watched(self, fail: Callable[[str], None]) -> AsyncIterator[None]:
-        """Inside, call `fail` with the reason as soon as another node is gone."""
-        watching = asyncio.create_task(self._watch(fail))
-        try:
-            yield
-        finally:
-            await cancelled(watching)
+        """Inside, call `fail` with the reason while another node is gone."""
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch(fail))
+            try:
+                yield
+            finally:
+                await cancelled(watching)
 
     async def _beat(self, shared_file: str) -> None:
         while True:
@@ -132,12 +133,10 @@ class LeadingNode:
         return True
 
     async def _watch(self, fail: Callable[[str], None]) -> None:
-        reason = ""
-        while not reason:
+        while True:
             await asyncio.sleep(BEAT_S)
-            reason = await self._gone(0.0)
-        log.error("engine_node_lost", reason=reason)
-        fail(reason)
+            if reason := await self._gone(0.0):
+                fail(reason)
 
     async def _gone(self, silence_s: float) -> str:
         """Return which nodes are gone, and why; those too that are silent for `silence_s`, unless that is

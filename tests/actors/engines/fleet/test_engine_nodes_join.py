@@ -70,7 +70,8 @@ async def ended(pid):
             await asyncio.sleep(0.02)
 
 
-async def led_until_lost(leader, ranks, lost):
+async def led_until_lost(leader, ranks):
+    lost = asyncio.Queue()
     async with leader.leading(), leader.watched(lost.put_nowait):
         await leader.start()
         os.kill(await started(ranks, 1), signal.SIGKILL)
@@ -83,7 +84,7 @@ async def test_a_node_that_ends_is_named_and_all_begin_anew_together(
     lost = asyncio.Queue()
     async with following(bus, settings(1), model_dir, tmp_path):
         with pytest.raises(ExceptionGroup) as raised:
-            await led_until_lost(LeadingNode(bus, settings(0)), ranks, lost)
+            await led_until_lost(LeadingNode(bus, settings(0)), ranks)
         [error] = leaves(raised.value)
         assert isinstance(error, EngineNodeLostError)
         assert re.fullmatch(r"node 1 \(.+\): it ended with signal SIGKILL: see .*node-1\.log", str(error))
