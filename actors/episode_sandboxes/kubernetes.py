@@ -76,6 +76,8 @@ class KubernetesBackend:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
         self._opening = asyncio.Lock()
+        self._is_open = False
+        """Whether the network of pods is closed, and those that others have left are removed."""
         self._gateways: dict[str, _WayOut] = {}
         self._owners: list[JSON] = []
         """The actor's own pod, with which the cluster removes its sandboxes."""
@@ -83,9 +85,10 @@ class KubernetesBackend:
     async def start(self, image: str | None, limits: SandboxLimits, gateway: str | None = None) -> "Pod":
         """Start a pod, and wait until it runs. Raises ToolError."""
         async with self._opening:
-            if self._session is None:
+            if not self._is_open:
                 await self._open()
                 await self._remove_orphans()
+                self._is_open = True
             way_out = await self._way_out(gateway) if gateway else None
         pod, within_s = Pod(self, f"{APP}-{secrets.token_hex(8)}"), self._config.start_timeout_s
         try:
@@ -175,7 +178,8 @@ class KubernetesBackend:
             tls = ssl.create_default_context(cafile=certificate) if certificate != "host" else True
         except OSError as error:
             raise ToolError(f"certificate={certificate} of Kubernetes cannot be read: {error}") from error
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
         await self._add_policy(POLICY)
         self._owners = await self._own_pod()
 
@@ -186,7 +190,11 @@ class KubernetesBackend:
         about, now = said.get("metadata"), said.get("status")
         if status != 200 or not isinstance(about, Mapping) or not isinstance(now, Mapping):
             return []
-        if now.get("podIP") not in await _addresses(name):  # a pod that has this host's name by chance
+        try:
+            is_this = now.get("podIP") in await _addresses(name)
+        except OSError:  # the name has no address here
+            is_this = False
+        if not is_this:  # a pod that has this host's name by chance
             return []
         return [{"apiVersion": "v1", "kind": "Pod", "name": name, "uid": about["uid"]}]
 
