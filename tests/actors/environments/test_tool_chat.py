@@ -323,7 +323,7 @@ async def test_a_tool_that_fails_ends_the_episode_as_tool_error_and_not_with_a_r
 async def test_a_call_that_makes_a_tool_fail_which_works_is_a_failed_call_unless_the_tool_says_otherwise(
     told, tokenizer, monkeypatch, result
 ):
-    environment = told(ToolResult("done"), tool_timeout_s=0.05)
+    environment = told(ToolResult("done"), tool_timeout_s=1.0)
     talk = "<tool>x</tool><|end|>", ANSWER
     await rolled_out(environment, tokenizer, *talk)
     monkeypatch.setattr(Tool, "result", staticmethod(result) if callable(result) else result)
@@ -339,7 +339,7 @@ async def test_a_call_that_makes_a_tool_fail_which_works_is_a_failed_call_unless
 async def test_a_chat_whose_tools_took_its_time_is_scored_where_others_end_in_time(
     told, tokenizer, monkeypatch
 ):
-    environment = told(ToolResult("done"), timeout_s=0.1)
+    environment = told(ToolResult("done"), timeout_s=1.5)
     await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>", ANSWER)
     monkeypatch.setattr(Tool, "result", staticmethod(hang))
     episode, _ = await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
@@ -456,8 +456,8 @@ async def test_a_program_is_written_run_and_answered(tokenizer):
 
 
 async def test_call_that_waits_for_its_turn_is_not_said_to_have_failed_by_its_arguments():
-    tool = {"type": "python", "at_once": 1, "wall_s": 0.2}
-    chat = ToolChat.from_config(ToolsConfig(type="tools", tools=[tool], tool_timeout_s=0.8))
+    tool = {"type": "python", "at_once": 1, "wall_s": 0.5}
+    chat = ToolChat.from_config(ToolsConfig(type="tools", tools=[tool], tool_timeout_s=2.0))
 
     async def episode(code: str) -> Episode:
         call = f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
@@ -472,7 +472,7 @@ async def test_call_that_waits_for_its_turn_is_not_said_to_have_failed_by_its_ar
         outcomes = await asyncio.gather(*crowd, return_exceptions=True)
         failed = [one for one in outcomes if not isinstance(one, Episode)]
         assert len(failed) > 1
-        assert all("waited for 0.8 s" in str(one) for one in failed)
+        assert all("waited for 2 s" in str(one) for one in failed)
     finally:
         await chat.close()
 
@@ -551,7 +551,7 @@ async def test_a_tool_keeps_a_state_for_each_episode_which_ends_with_it(notes, t
 async def test_a_tool_that_breaks_or_hangs_is_started_again_and_other_episodes_keep_their_state(
     notes, tokenizer, fault
 ):
-    environment = notes(tool_timeout_s=0.1)
+    environment = notes(tool_timeout_s=1.0)
     other, go_on = Model(tokenizer, noted("a"), noted("b"), ANSWER), asyncio.Event()
 
     async def later(request):
