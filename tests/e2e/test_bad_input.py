@@ -193,6 +193,7 @@ def test_a_port_in_use_is_refused(refused: Refused, bus_url: str, tmp_path: Path
 
 
 @pytest.mark.nats
+@pytest.mark.slow
 def test_two_buses_do_not_share_a_directory(refused: Refused, bus_directory: Path):
     bus = ("bus", "--port", "0", "--directory", bus_directory)
     assert "another `launch bus` keeps its streams in" in refused(*bus)

@@ -25,6 +25,7 @@ def run(tmp_path):
     run("import os; os._exit(0)")
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_comes_too_late_loses_no_call(run):
     session = int(run("import os\nkept = 1\nos.getpid()").stdout)
     is_over = threading.Event()

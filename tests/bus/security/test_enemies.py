@@ -93,7 +93,7 @@ def as_role(secure: SecureDirectory, role: str):
     return Bus.connect(BusConfig(url=load_credentials(path).url, creds=path), RUN, name=role)
 
 
-@pytest.mark.first(2, others=pytest.mark.slow)
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("role", ENEMIES)
 async def test_no_request_reply_or_header_of_a_role_changes_what_it_may_not_write(
     role: str, keys: SecureDirectory

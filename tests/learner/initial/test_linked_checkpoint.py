@@ -74,6 +74,7 @@ def source_run(root, backend: str, name: str = "sft"):
     return trained, saved
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_it_begins_with_the_weights_of_the_checkpoint_to_the_bit(tmp_path, backend):
     trained, saved = source_run(tmp_path, backend)
@@ -143,7 +144,8 @@ def run_with_adapters(root, backend: str, lora: dict):
     return trained, weights(trained)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_same_adapters_go_on(tmp_path, backend):
     trained, saved = run_with_adapters(tmp_path, backend, LORA)
     drawn_back = {"loss": {"type": "ppo_clip"}, "reference": {"kl_coef": 0.1}, "lora": LORA}
@@ -177,8 +179,11 @@ def test_the_same_adapters_go_on(tmp_path, backend):
     assert differing(weights(later), weights(fresh)) == []
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-@pytest.mark.parametrize("lora", [LORA, {**LORA, "weight_decomposed": True}], ids=["plain", "dora"])
+@pytest.mark.parametrize(
+    ("lora", "backend"),
+    [(LORA, "megatron"), ({**LORA, "weight_decomposed": True}, "fsdp")],
+    ids=["plain-megatron", "dora-fsdp"],
+)
 def test_other_adapters_are_merged_into_the_weights(tmp_path, backend, lora):
     _, saved = run_with_adapters(tmp_path, backend, lora)
     other = "fsdp" if backend == "megatron" else "megatron"
@@ -194,6 +199,7 @@ def test_other_adapters_are_merged_into_the_weights(tmp_path, backend, lora):
         refuse_model(config_of(tmp_path, "on", backend, model=asked))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_run_on_pairs_has_the_adapters_it_begins_with_for_its_reference_and_a_reward_model_merges_them(
     tmp_path, backend

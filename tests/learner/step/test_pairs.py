@@ -100,8 +100,10 @@ def means(model: PreTrainedModel, reference: PreTrainedModel, samples, formula: 
     return {name: values.mean() for name, values in found.items()}
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize(
+    ("formula", "backend"),
+    [("sigmoid", "megatron"), ("smooth", "fsdp"), ("hinge", "megatron"), ("ipo", "fsdp")],
+)
 def test_steps_and_held_out_figures_are_those_of_the_formula_and_a_resume_changes_no_bit(
     tmp_path: Path, formula: str, backend: str
 ):
