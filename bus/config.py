@@ -54,7 +54,8 @@ class StreamsConfig(Config):
     """Largest size of the stream of leases and evaluation tasks."""
 
     trajectories_mib: int = Field(1024, ge=16)
-    """Largest size of the stream of trajectories that storage has not taken; actors wait when it is full."""
+    """Largest size of the streams of trajectories that storage has not taken, together: each shard's has the
+    same part of it, 16 MiB at least. Actors wait when the stream is full that they publish to."""
 
     outcomes_mib: int = Field(256, ge=16)
     """Largest size of the stream of rejections, late rewards and answers to held-out prompts that storage has

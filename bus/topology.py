@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
@@ -26,7 +26,12 @@ MAX_PULLERS = 1 << 16
 
 NO_ROOM = 10047
 """Code by which nats-server refuses a stream whose bound is above the room that is left."""
+TRAJECTORIES = "TRAJECTORIES"
+MOST_TRAJECTORY_STREAMS = 16
+"""Most streams of trajectories. A secured bus names each to storage; further shards share them in turn."""
 MIB = 1 << 20
+LEAST_TRAJECTORIES = 16 * MIB
+"""Least bound of each of them, in bytes: a trajectory that travels in parts must fit as a whole."""
 _LOCKED = {"allow_rollup_hdrs": False, "deny_delete": True, "deny_purge": True}
 """Settings of the keys' stream by which no message, and no request but its deletion, removes others."""
 
@@ -44,8 +49,8 @@ class Topology:
             raise ConfigError(f"run name {self.run!r}: use letters, digits, '-' and '_' only")
 
     def stream(self, name: str) -> str:
-        """Return the name of one of the run's streams: TASKS, TRAJECTORIES, OUTCOMES, WEIGHTS, FILES, EVENTS
-        or DEAD."""
+        """Return the name of one of the run's streams: TASKS, TRAJECTORIES, TRAJECTORIES-1, ..., OUTCOMES,
+        WEIGHTS, FILES, EVENTS or DEAD."""
         return f"{self.run}-{name}"
 
     def subject(self, *tokens: object) -> str:
@@ -59,10 +64,14 @@ class Topology:
 
     def stored_subjects(self) -> tuple[str, ...]:
         """Return the beginnings of all subjects that JetStream hears: its API's, the keys', the streams'."""
-        found = (subject.removesuffix(">") for config in self.streams() for subject in config.subjects or ())
-        return "$JS.", "$KV.", *found
+        subjects = (subject for config in self.streams(1) for subject in config.subjects or ())
+        return "$JS.", "$KV.", *(f"{subject.rpartition('.')[0]}." for subject in subjects)
 
-    def streams(self) -> tuple[StreamConfig, ...]:
+    def stream_names(self) -> list[str]:
+        """Return the names of all streams that the run may have, whatever its number of shards."""
+        return [str(config.name) for config in self.streams(MOST_TRAJECTORY_STREAMS)]
+
+    def streams(self, shards: int) -> tuple[StreamConfig, ...]:
         """Return every stream of the run.
 
         Work queues forget acked messages, and like FILES refuse new ones when they are full; the others drop
@@ -76,7 +85,7 @@ class Topology:
         blobs = {"max_msgs_per_subject": 1, "allow_direct": True}
         return (
             self._stream("TASKS", "tasks", max_bytes=sizes.tasks_mib * MIB, **work),
-            self._stream("TRAJECTORIES", "trajectories", max_bytes=sizes.trajectories_mib * MIB, **work),
+            *self._trajectories(shards, **work),
             self._stream("OUTCOMES", "outcomes", max_bytes=sizes.outcomes_mib * MIB, **work),
             self._stream("WEIGHTS", "weights", max_bytes=sizes.weights_mib * MIB, **blobs),
             self._stream(
@@ -110,8 +119,23 @@ class Topology:
             ("OUTCOMES", self._consumer("dispatcher", "outcomes", "rejected")),
             ("OUTCOMES", self._consumer("answers", "outcomes", "answers")),
             *(("OUTCOMES", self._consumer(f"rewards-{n}", "outcomes", "rewards", n)) for n in range(shards)),
-            *(("TRAJECTORIES", self._consumer(f"shard-{n}", "trajectories", n)) for n in range(shards)),
+            *((trajectories_stream(n), self.shard_consumer(n)) for n in range(shards)),
         )
+
+    def shard_consumer(self, shard: int) -> ConsumerConfig:
+        """Return the consumer by which a shard takes its trajectories."""
+        return self._consumer(f"shard-{shard}", "trajectories", shard)
+
+    def _trajectories(self, shards: int, **options: object) -> Iterator[StreamConfig]:
+        """Yield a stream for each shard: a cluster has their leaders on several servers, and a shard that
+        takes nothing fills its own stream alone."""
+        names = trajectories_streams(shards)
+        max_bytes = max(self.config.trajectories_mib * MIB // len(names), LEAST_TRAJECTORIES)
+        for first, name in enumerate(names):
+            of_shards = [self.subject("trajectories", n) for n in range(first, shards, len(names))]
+            yield self._stream(name, "trajectories", max_bytes=max_bytes, **options).evolve(
+                subjects=of_shards
+            )
 
     def _stream(self, name: str, token: str, **options: object) -> StreamConfig:
         return StreamConfig(
@@ -141,12 +165,14 @@ class Topology:
 async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[str]:
     """Create or update the run's streams and consumers; return the streams that were new.
 
-    Streams of an older build get this build's settings. Raises `BusError` when the server has no JetStream
-    or refuses, as it does for settings of a stream that cannot change, and `ConfigError` when it has no room.
+    Streams of an older build get this build's settings: TRAJECTORIES, which had the subjects of all shards,
+    takes the first shard's alone (`storage/shard/older_stream.py`). Raises `BusError` when the server has no
+    JetStream or refuses, as it does for settings of a stream that cannot change, and `ConfigError` when it
+    has no room.
     """
     created = set()
     try:
-        for config in topology.streams():
+        for config in topology.streams(shards):
             try:
                 found = (await js.stream_info(config.name)).config
             except NotFoundError:
@@ -160,7 +186,7 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
             await js.add_consumer(topology.stream(stream), consumer)
     except NatsError as error:
         if getattr(error, "err_code", None) == NO_ROOM:
-            raise ConfigError(_too_large(topology)) from error
+            raise ConfigError(_too_large(topology, shards)) from error
         raise BusError(f"the bus refuses the streams of run {topology.run!r}: {error}") from error
     return created
 
@@ -181,9 +207,9 @@ async def ensure_keys(js: JetStreamContext, topology: Topology) -> None:
         await js.update_stream(found.evolve(**changes))
 
 
-def _too_large(topology: Topology) -> str:
+def _too_large(topology: Topology, shards: int) -> str:
     """Return why nats-server has no room for the run's streams, whose bounds it reserves on its disk."""
-    bounds = {str(config.name): config.max_bytes or 0 for config in topology.streams()}
+    bounds = {str(config.name): config.max_bytes or 0 for config in topology.streams(shards)}
     largest = max(bounds, key=bounds.__getitem__)
     return (
         f"the bus has no room for the streams of run {topology.run!r}: they may grow to "
@@ -197,7 +223,7 @@ async def stored_bytes(js: JetStreamContext, topology: Topology) -> dict[str, in
     """Return the bytes in each of the run's streams that exist, its key-value bucket among them, by name."""
     found = {}
     try:
-        for name in (*(str(config.name) for config in topology.streams()), f"KV_{topology.bucket}"):
+        for name in (*topology.stream_names(), f"KV_{topology.bucket}"):
             try:
                 found[name] = int((await js.stream_info(name)).state.bytes)
             except NotFoundError:
@@ -238,7 +264,19 @@ def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
 
 def stream_of(subject: str) -> str:
     """Return the stream of a run's subject, such as TASKS for sluice.<run>.tasks.rollout.7."""
-    return subject.split(".")[2].upper()
+    name, *rest = subject.split(".")[2:]
+    return trajectories_stream(int(rest[0])) if name == "trajectories" else name.upper()
+
+
+def trajectories_stream(shard: int) -> str:
+    """Return the stream of a shard's trajectories. The first is named as the only one of older builds was."""
+    number = shard % MOST_TRAJECTORY_STREAMS
+    return f"{TRAJECTORIES}-{number}" if number else TRAJECTORIES
+
+
+def trajectories_streams(shards: int) -> list[str]:
+    """Return the streams of all shards' trajectories."""
+    return [trajectories_stream(n) for n in range(min(shards, MOST_TRAJECTORY_STREAMS))]
 
 
 def shard_of(lease_id: int, shards: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nats.errors
 import structlog
+from nats.js.api import StreamState
 
 from bus.codec import Json, decode
 from bus.connection import Bus
@@ -23,7 +24,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord, Status, Wait
 from bus.streams.blob_store import get_blob
 from bus.streams.lost_data import OwnRecords, keep_streams
-from bus.topology import ensure
+from bus.topology import ensure, trajectories_streams
 from bus.waiting import RETRY_S, set_within
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.absent_actors import REMEDY
@@ -64,8 +65,6 @@ READY_PERIOD_S = 0.05
 """Time between two looks whether the dispatcher and the shards serve."""
 LENGTHS_CHECKED = "lengths_checked"
 """Fact of the ledger: which prompts, for which model and length of answers, were found to fit."""
-_QUEUES = {"TASKS": "tasks_pending", "TRAJECTORIES": "trajectories_pending", "DEAD": "dead"}
-"""Streams whose length is reported, and under which name."""
 
 
 @dataclass(frozen=True)
@@ -349,18 +348,23 @@ class _Service:
     async def _watch_queues(self, finished: asyncio.Event) -> None:
         while not finished.is_set():
             try:
-                for name, value in _QUEUES.items():
-                    subjects = self._bus.subject("dead", ">") if name == "DEAD" else None
-                    stream = self._bus.topology.stream(name)
-                    state = (await self._bus.js.stream_info(stream, subjects)).state
-                    self._queues[value] = state.messages
-                    if name == "DEAD":
-                        kinds = state.subjects or {}
-                        self._queues["dead_reasons"] = {s.rpartition(".")[2]: n for s, n in kinds.items()}
+                streams = trajectories_streams(self._settings.replay.shards)
+                states = [await self._stream_state(name) for name in streams]
+                dead = await self._stream_state("DEAD", self._bus.subject("dead", ">"))
+                kinds = {subject.rpartition(".")[2]: n for subject, n in (dead.subjects or {}).items()}
+                self._queues = {
+                    "tasks_pending": (await self._stream_state("TASKS")).messages,
+                    "trajectories_pending": sum(state.messages for state in states),
+                    "dead": dead.messages,
+                    "dead_reasons": kinds,
+                }
                 await self._look_for_actors()
             except nats.errors.Error as error:  # the bus is away: only a screen misses this
                 log.debug("queues_not_seen", reason=str(error))
             await set_within(finished, QUEUES_PERIOD_S)
+
+    async def _stream_state(self, name: str, subjects: str | None = None) -> StreamState:
+        return (await self._bus.js.stream_info(self._bus.topology.stream(name), subjects)).state
 
     async def _look_for_actors(self) -> None:
         leases = await self._bus.js.consumer_info(self._bus.topology.stream("TASKS"), "rollout")

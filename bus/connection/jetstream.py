@@ -23,10 +23,15 @@ _Call = Callable[..., Awaitable[Any]]
 
 
 def _checked(call: _Call) -> _Call:
-    """Return the call of nats-py with errors of its parsing, which are of many types, as one of ours."""
+    """Return the call of nats-py with errors of its parsing, which are of many types, as one of ours.
+
+    `asyncio.wait_for` before Python 3.12 forgets a cancellation that comes together with the answer: the task
+    would go on, and whoever cancelled it would wait for ever."""
 
     @functools.wraps(call)
     async def checked(self: "JetStream", *arguments: Any, **options: Any) -> Any:
+        task = asyncio.current_task()
+        cancelled_before = task.cancelling() if task is not None else 0
         try:
             return await call(self, *arguments, **options)
         except APIError as error:
@@ -35,6 +40,9 @@ def _checked(call: _Call) -> _Call:
             raise GarbledAnswerError(f"the server could not read the request: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GarbledAnswerError(f"the server's answer cannot be read: {error!r}") from error
+        finally:
+            if task is not None and task.cancelling() > cancelled_before:
+                raise asyncio.CancelledError
 
     return checked
 

@@ -7,7 +7,7 @@ from functools import cache
 from bus.device_messages import HOLD_KEY, USERS
 from bus.engine_nodes import NODES
 from bus.security.record_rules import ROLE_KEYS
-from bus.topology import Topology
+from bus.topology import MOST_TRAJECTORY_STREAMS, TRAJECTORIES, Topology, trajectories_streams
 
 ROLES = ("operator", "storage", "learner", "actor", "judge", "watcher")
 TAKEN = "taken"
@@ -47,7 +47,8 @@ def inbox_prefix(run: str, role: str) -> str:
 
 
 def _storage(t: Topology) -> Permissions:
-    streams = [*(str(config.name) for config in t.streams()), f"KV_{t.bucket}"]
+    streams = [*t.stream_names(), f"KV_{t.bucket}"]
+    queues = [t.stream(name) for name in ("OUTCOMES", *trajectories_streams(MOST_TRAJECTORY_STREAMS))]
     api = [
         f"$JS.API.{verb}.{stream}"
         for stream in streams
@@ -55,8 +56,8 @@ def _storage(t: Topology) -> Permissions:
     ]
     consumers = [f"$JS.API.CONSUMER.{verb}.{stream}.>" for stream in streams for verb in ("CREATE", "INFO")]
     durable = [f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.*" for stream in streams]
-    pulls = [f"$JS.API.CONSUMER.MSG.NEXT.{t.stream(name)}.*" for name in ("OUTCOMES", "TRAJECTORIES")]
-    taken = [f"$JS.ACK.{t.stream(name)}.>" for name in ("OUTCOMES", "TRAJECTORIES")]
+    pulls = [f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*" for stream in queues]
+    taken = [f"$JS.ACK.{stream}.>" for stream in queues]
     return Permissions(
         publish=(
             *api,
@@ -64,6 +65,8 @@ def _storage(t: Topology) -> Permissions:
             *durable,
             *taken,
             *pulls,
+            # what an older build left there; it takes and changes the stream anyway
+            f"$JS.API.STREAM.PURGE.{t.stream(TRAJECTORIES)}",
             *_read_keys(t),
             *_read_blobs(t),
             _read_events(t),
@@ -138,7 +141,7 @@ def _judge(t: Topology) -> Permissions:
 
 
 def _watcher(t: Topology) -> Permissions:
-    streams = [str(config.name) for config in t.streams()]
+    streams = t.stream_names()
     return Permissions(
         publish=(
             *_read_keys(t),
@@ -179,7 +182,7 @@ def _operator(t: Topology) -> Permissions:
             "$JS.API.DIRECT.GET.*.>",
             "$JS.ACK.>",
             keys,
-            *(subject for config in t.streams() for subject in config.subjects or ()),
+            *(f"{beginning}>" for beginning in t.stored_subjects() if not beginning.startswith("$")),
         ),
         subscribe=(">",),
     )

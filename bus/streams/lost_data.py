@@ -42,7 +42,7 @@ async def _gone(bus: Bus, shards: int) -> list[str]:
     """Return the streams that are gone, or that lack one of their consumers."""
     consumers = Counter(bus.topology.stream(stream) for stream, _ in bus.topology.consumers(shards))
     gone = []
-    for name in (str(config.name) for config in bus.topology.streams()):
+    for name in (str(config.name) for config in bus.topology.streams(shards)):
         try:
             found = await bus.js.stream_info(name)
         except NotFoundError:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from bus.codec import Json
 from bus.messages import Status
+from bus.topology import TRAJECTORIES
 from launch.run_view.run_status import RunState
 from launch.run_view.status_texts import engine_texts, holders_text
 from launch.run_view.units import UNKNOWN, count, duration
@@ -91,8 +92,9 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
 
 
 def _store(state: RunState, found: Mapping[str, Json]) -> Json:
-    values, stream = state.monitor.values("storage"), state.streams.get("TRAJECTORIES")
-    pending = UNKNOWN if stream is None else count(stream.state.messages)
+    values = state.monitor.values("storage")
+    waiting = [info.state.messages for name, info in state.streams.items() if name.startswith(TRAJECTORIES)]
+    pending = count(sum(waiting)) if waiting else UNKNOWN
     full = any(full_streams(state))
     doing = "storing what arrives" if "storage" in state.statuses else _doing(state, "storage")
     wanted = 0 if state.config is None else state.config.admission.groups_per_step

@@ -158,8 +158,9 @@ class _Questions:
         )
         state.settings_known = asked is not None
         shards = state.config.replay.shards if state.config is not None else 0
+        names = self._names(max(shards, 1))
         questions = [
-            *(self._within(LISTEN_S, f"the stream {name}", self._stream(name)) for name in self._names()),
+            *(self._within(LISTEN_S, f"the stream {name}", self._stream(name)) for name in names),
             self._dispatcher(),
             *(self._shard(shard) for shard in range(shards)),
             asyncio.sleep(LISTEN_S),
@@ -181,9 +182,9 @@ class _Questions:
             raise ConfigError(f"{bus.client.refusal}: name the credentials of a watcher with --creds")
         return state
 
-    def _names(self) -> Iterable[str]:
+    def _names(self, shards: int) -> Iterable[str]:
         prefix = f"{self._bus.topology.run}-"
-        return (str(config.name).removeprefix(prefix) for config in self._bus.topology.streams())
+        return (str(config.name).removeprefix(prefix) for config in self._bus.topology.streams(shards))
 
     async def _within(self, limit_s: float, what: str, work: Awaitable[T]) -> T | None:
         """Return what `work` does, or note that it did not end in time or was refused."""

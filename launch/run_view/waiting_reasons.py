@@ -43,7 +43,7 @@ def full_streams(state: RunState) -> Iterator[str]:
     """Yield which streams refuse messages since they are full."""
     for name, info in state.streams.items():
         bound = info.config.max_bytes or 0
-        if name in REFUSING and bound > 0 and info.state.bytes >= FULL * bound:
+        if name.partition("-")[0] in REFUSING and bound > 0 and info.state.bytes >= FULL * bound:
             yield f"the stream {name} is full: {info.state.bytes} of {bound} bytes, its senders wait"
 
 

@@ -11,6 +11,7 @@ from nats.js.errors import NotFoundError
 from bus.codec import Json
 from bus.connection.bus import Bus
 from bus.errors import SluiceError
+from bus.topology import shard_of, trajectories_stream
 from launch.settings.run_config import RunConfig
 from launch.verify.comparison import BROKEN, VERDICTS, Verdicts, compare
 from launch.verify.evidence import Acknowledgement, Evidence, collect
@@ -30,34 +31,39 @@ REMEDY = "give operator.creds with --creds"
 
 
 class OnBus:
-    """Knows which messages are still on the stream of trajectories."""
+    """Knows which messages are still on the streams of trajectories."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, bool] = {}
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._known: dict[tuple[str, int], bool] = {}
         self.silence = NOT_ASKED
         """Why the bus did not tell of each message whether it has it; empty if it did."""
 
     def __call__(self, answer: Acknowledgement) -> bool | None:
         """Tell whether a message is there; None if the bus was not asked."""
-        return self._known.get(answer.sequence)
+        return self._known.get(self._place(answer))
 
     async def ask(self, bus: Bus, answers: Sequence[Acknowledgement]) -> None:
         """Ask about the messages of these acknowledgements, until one question gets no answer."""
         if answers and bus.signatures is not None and bus.signatures.role != "operator":
             self.silence = f"the bus does not tell a key of {bus.signatures.role} what it holds: {REMEDY}"
             return
-        stream = bus.topology.stream("TRAJECTORIES")
-        for sequence in {answer.sequence for answer in answers}:
+        for stream, sequence in set(map(self._place, answers)):
             try:
-                await bus.js.get_msg(stream, sequence)
+                await bus.js.get_msg(bus.topology.stream(stream), sequence)
             except NotFoundError:
-                self._known[sequence] = False
+                self._known[stream, sequence] = False
             except nats.errors.Error as error:
                 self.silence = f"the bus did not tell what it holds ({error})"
                 return
             else:
-                self._known[sequence] = True
+                self._known[stream, sequence] = True
         self.silence = ""
+
+    def _place(self, answer: Acknowledgement) -> tuple[str, int]:
+        """Return the stream that the message was stored on, and its number there."""
+        shard = shard_of(answer.sending.copy.lease_id, self._shards)
+        return trajectories_stream(shard), answer.sequence
 
 
 async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Event) -> dict[str, Json]:
@@ -94,7 +100,7 @@ async def verified(
         if look:
             await asyncio.sleep(PAUSE_S)
         evidence = await asyncio.to_thread(collect, run, lists)
-        on_bus = OnBus()
+        on_bus = OnBus(evidence.shards)
         if bus is not None:
             await on_bus.ask(bus, _missing(evidence))
         verdicts = await asyncio.to_thread(compare, evidence, on_bus=on_bus, went_with_bus=went_with_bus)

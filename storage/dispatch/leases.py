@@ -13,7 +13,7 @@ from bus.errors import BusError
 from bus.messages import Lease
 from bus.requests import FullGroups, FullGroupsRequest
 from bus.streams.publish import Publisher
-from bus.topology import by_shard
+from bus.topology import by_shard, trajectories_streams
 from storage.ledger.sampling import Candidate
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts
@@ -101,7 +101,8 @@ class LostLeases:
         self._shards = shards
         self._suspects: set[int] = set()
         """Not on TASKS when that was looked at last."""
-        self._trajectories = self._events = 0
+        self._trajectories: dict[str, int] = {}
+        self._events = 0
         """Numbers on their streams of the last messages that may be of a suspect."""
 
     async def look(self, published: Collection[int]) -> list[int]:
@@ -143,7 +144,8 @@ class LostLeases:
         missing = set(published) - {int(name.rpartition(".")[2]) for name in subjects}
         if not missing or len(subjects) >= SUBJECTS_TOLD or await self._has_unnamed():
             return
-        trajectories = (await js.stream_info(topology.stream("TRAJECTORIES"))).state.last_seq
+        streams = map(topology.stream, trajectories_streams(self._shards))
+        trajectories = {name: (await js.stream_info(name)).state.last_seq for name in streams}
         events = (await js.stream_info(topology.stream("OUTCOMES"))).state.last_seq
         self._suspects, self._trajectories, self._events = missing, trajectories, events
 
@@ -158,9 +160,10 @@ class LostLeases:
         """Return whether no message that may be of a suspect waits to be read. A stream that is new has
         none."""
         js, topology = self._bus.js, self._bus.topology
-        there = (await js.stream_info(topology.stream("TRAJECTORIES"))).state
-        if there.messages and there.first_seq <= self._trajectories <= there.last_seq:
-            return False
+        for name, last in self._trajectories.items():
+            there = (await js.stream_info(name)).state
+            if there.messages and there.first_seq <= last <= there.last_seq:
+                return False
         events = await js.consumer_info(topology.stream("OUTCOMES"), "dispatcher")
         if not events.num_pending and not events.num_ack_pending:
             return True

@@ -28,11 +28,12 @@ from bus.requests import (
 from bus.streams.consume import Inbox, consume_batches
 from bus.streams.message_parts import Parts
 from bus.streams.publish import Publisher, together
-from bus.topology import shard_of
+from bus.topology import TRAJECTORIES, shard_of, trajectories_stream
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
 from storage.disk.host_identity import host_identity
 from storage.shard.group_requests import serve_closing, serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine
+from storage.shard.older_stream import drain_older_stream
 from storage.shard.shared_prefixes import different_beginnings
 from storage.store.addresses import locate
 from storage.store.replay import ReplayStore
@@ -93,9 +94,12 @@ class Shard:
         ]
         self.serving.set()
         parts = Parts(self._bus, on_unreadable=self._on_unreadable)
-        inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}", parts)
+        durable = f"shard-{self._number}"
+        older = Inbox(self._bus, TRAJECTORIES, durable, parts)
+        inbox = Inbox(self._bus, trajectories_stream(self._number), durable, parts)
         rewards = Inbox(self._bus, "OUTCOMES", f"rewards-{self._number}")
         try:
+            await drain_older_stream(self._bus, self._number, older, self._append, stop=stop, limit=BATCH)
             await together(
                 (
                     consume_batches(

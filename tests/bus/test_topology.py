@@ -11,9 +11,9 @@ from bus.requests import Done
 from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import get_blob, put_blob, put_only_blob
 from bus.streams.publish import Publisher
-from bus.topology import MIB, Topology, by_shard, ensure, shard_of
+from bus.topology import MIB, Topology, by_shard, ensure, shard_of, stream_of
 
-STREAMS = {"TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD"}
+STREAMS = {"TASKS", "TRAJECTORIES", "TRAJECTORIES-1", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD"}
 
 
 @pytest.mark.nats
@@ -35,15 +35,51 @@ async def test_a_stream_whose_directory_the_server_has_yet_to_remove_is_created(
 async def test_ensure_keeps_what_streams_and_consumers_hold(bus: Bus):
     await bus.js.publish(bus.subject("trajectories", 1), b"kept")
     await ensure(bus.js, bus.topology, shards=3)  # a shard more
-    found = await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES"), "shard-1")
+    found = await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES-1"), "shard-1")
     assert found.num_pending == 1
-    assert await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES"), "shard-2")
+    assert await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES-2"), "shard-2")
+
+
+@pytest.mark.nats
+async def test_each_shard_has_a_stream_which_fills_alone(bus: Bus):
+    """The bound is of all of them together; a publisher to a full one waits, and others do not."""
+    sizes = [config.max_bytes for config in bus.topology.streams(2) if "TRAJECTORIES" in str(config.name)]
+    assert sizes == [512 * MIB, 512 * MIB]
+    config = (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES-1"))).config
+    await bus.js.update_stream(config.evolve(max_bytes=MIB))
+    publisher = Publisher(bus)
+    waiting = [
+        asyncio.create_task(
+            publisher.publish(bus.subject("trajectories", 1), bytes(MIB // 2), message_id=name)
+        )
+        for name in ("a", "b")
+    ]
+    async with asyncio.timeout(20):
+        while not publisher.counts.refused_full:  # noqa: ASYNC110 - it has no event for it
+            await asyncio.sleep(0.01)
+        await publisher.publish(bus.subject("trajectories", 0), bytes(MIB // 2), message_id="other")
+        await bus.js.purge_stream(bus.topology.stream("TRAJECTORIES-1"))
+        await asyncio.gather(*waiting)
+
+
+def test_shards_above_sixteen_share_the_streams():
+    """Else a secured bus, whose permissions name each stream, would have to know the number of shards."""
+    topology = Topology("test")
+    streams = {config.name: config for config in topology.streams(33) if "TRAJECTORIES" in str(config.name)}
+    assert len(streams) == 16
+    assert streams["test-TRAJECTORIES"].subjects == [topology.subject("trajectories", n) for n in (0, 16, 32)]
+    assert streams["test-TRAJECTORIES-15"].subjects == [topology.subject("trajectories", n) for n in (15, 31)]
+    assert streams["test-TRAJECTORIES-15"].max_bytes == 64 * MIB
+    assert stream_of("sluice.test.trajectories.31") == "TRAJECTORIES-15"
+    for name, consumer in topology.consumers(33):
+        if str(consumer.durable_name).startswith("shard-"):
+            assert consumer.filter_subject in (streams[topology.stream(name)].subjects or ())
 
 
 @pytest.mark.nats
 async def test_runs_on_one_server_do_not_meet(bus_server: NatsServer, bus: Bus):
     async with Bus.connect(BusConfig(url=bus_server.url), "other", name="t") as other:
-        assert await ensure(other.js, other.topology, shards=1) == STREAMS
+        assert await ensure(other.js, other.topology, shards=2) == STREAMS
         await other.js.publish(other.subject("tasks", "rollout"), b"x")
     assert (await bus.js.stream_info(bus.topology.stream("TASKS"))).state.messages == 0
 

@@ -18,7 +18,7 @@ async def info(bus, name):
 
 async def test_streams_and_consumers_of_an_older_build_get_the_settings_of_this_one(connect: Connect):
     async with connect("upgraded") as bus:
-        tasks, *_ = bus.topology.streams()
+        tasks, *_ = bus.topology.streams(2)
         old = tasks.evolve(
             max_bytes=1 << 20, duplicate_window=1.0, subjects=[bus.subject("tasks", "rollout")]
         )
@@ -59,13 +59,13 @@ async def test_streams_that_are_as_they_should_be_are_left_alone(bus, monkeypatc
 
 async def test_what_cannot_be_changed_in_a_stream_is_refused_with_the_servers_reason(connect: Connect):
     async with connect("upgraded") as bus:
-        tasks, *_ = bus.topology.streams()
+        tasks, *_ = bus.topology.streams(2)
         await bus.js.add_stream(tasks.evolve(retention="limits"))
         with pytest.raises(BusError, match=r"refuses the streams of run 'test': .* change retention policy"):
             await ensure(bus.js, bus.topology, shards=1)
 
 
 async def test_replicas_that_an_operator_added_stay(bus):
-    tasks, *_ = bus.topology.streams()
+    tasks, *_ = bus.topology.streams(2)
     assert differences(tasks.evolve(num_replicas=3), tasks) == {}
     assert differences(tasks, tasks.evolve(num_replicas=3)) == {"num_replicas": 3}

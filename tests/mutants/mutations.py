@@ -322,8 +322,8 @@ MUTATIONS = (
     Mutation(
         "the first message of a stream is not looked at",
         "storage/dispatch/leases.py",
-        "there.first_seq <= self._trajectories <= there.last_seq",
-        "there.first_seq < self._trajectories <= there.last_seq",
+        "there.first_seq <= last <= there.last_seq",
+        "there.first_seq < last <= there.last_seq",
         STEPS,
     ),
     Mutation(

@@ -348,8 +348,10 @@ async def test_other_number_of_shards_is_refused_and_changes_nothing(bus, tmp_pa
     await bus.delete("run")
     with pytest.raises(ConfigError, match=r"in 2 shards: set replay\.shards = 2"):
         await run_storage(bus, make_settings(tmp_path, "2 + 2 =", shards=3), asyncio.Event())
-    consumers = await bus.js.consumers_info(bus.topology.stream("TRAJECTORIES"))
-    assert sorted(consumer.name for consumer in consumers) == ["shard-0", "shard-1"]
+    for stream, shard in (("TRAJECTORIES", "shard-0"), ("TRAJECTORIES-1", "shard-1")):
+        consumers = await bus.js.consumers_info(bus.topology.stream(stream))
+        assert [consumer.name for consumer in consumers] == [shard]
+    assert "test-TRAJECTORIES-2" not in [info.config.name for info in await bus.js.streams_info()]
     assert not await is_known(bus)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from nats.aio.msg import Msg
@@ -188,3 +189,23 @@ async def test_notice_reaches_who_listens_and_a_bad_one_is_passed_over(bus: Bus)
     await bus.notify("test.news", GroupRef(lease_id=1, shard=0))
     async with asyncio.timeout(20):
         assert await heard.get() == GroupRef(lease_id=1, shard=0)
+
+
+@pytest.mark.nats
+async def test_cancellation_that_comes_with_the_answer_of_a_stream_ends_the_task(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+):
+    """`asyncio.wait_for` in nats-py forgets it then, and a process would go on that is to end."""
+    asked = bus.client.request
+
+    async def request(*arguments: object, **options: object) -> object:
+        answer = await asked(*arguments, **options)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return answer
+
+    monkeypatch.setattr(bus.client, "request", request)
+    task = asyncio.create_task(bus.js.stream_info(bus.topology.stream("TASKS")))
+    with pytest.raises(asyncio.CancelledError):
+        await task

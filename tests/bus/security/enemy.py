@@ -167,7 +167,7 @@ def everything(credentials: Credentials) -> Iterator[Sent]:
 def anything(credentials: Credentials, random: Random, count: int) -> Iterator[Sent]:
     """Yield requests at random, also such as the role may not send, with several headers and any reply."""
     access, topology = StreamAccess.of(credentials), Topology(RUN)
-    streams = [str(config.name) for config in topology.streams()] + [f"KV_{topology.bucket}"]
+    streams = [str(config.name) for config in topology.streams(2)] + [f"KV_{topology.bucket}"]
     allowed = [instance(pattern) for pattern in permissions(RUN, credentials.role).stored]
     forbidden = [*stored_subjects(), *(f"$JS.API.{verb}.{stream}" for verb in VERBS for stream in streams)]
     beginnings = (access.prefix, access.prefix, "", "stored.", "_R_.", "$JS.API.")
@@ -238,10 +238,12 @@ class Contents:
     """Settings of all streams and consumers."""
 
     def foreign_to(self, role: str) -> "Contents":
-        """Return what `role` may not change: messages on subjects that it may not write, and the places of
-        consumers that it may not acknowledge for."""
+        """Return what `role` may not change: messages on subjects that it may not write, of streams that it
+        may not purge, and the places of consumers that it may not acknowledge for."""
         own = permissions(RUN, role).stored
-        messages = (one for one in self.messages if not any(matches(subject, one[1]) for subject in own))
+        purged = {subject.split(".")[-1] for subject in own if ".STREAM.PURGE." in subject}
+        kept = (one for one in self.messages if one[0] not in purged)
+        messages = (one for one in kept if not any(matches(subject, one[1]) for subject in own))
         acked = {subject.split(".")[2] for subject in own if subject.startswith("$JS.ACK.")}
         consumers = (one for one in self.consumers if one[0] not in acked)
         return Contents(frozenset(messages), frozenset(consumers), self.settings)
@@ -250,13 +252,13 @@ class Contents:
 async def contents(bus: Bus) -> Contents:
     """Read everything as the operator."""
     messages, consumers, settings = set(), set(), []
-    for stream in [*(str(config.name) for config in bus.topology.streams()), f"KV_{bus.topology.bucket}"]:
+    for stream in [*(str(config.name) for config in bus.topology.streams(2)), f"KV_{bus.topology.bucket}"]:
         info = await bus.js.stream_info(stream)
         settings.append(info.config.as_dict())
         for consumer in await bus.js.consumers_info(stream):
             settings.append(consumer.config.as_dict())
             consumers.add((stream, str(consumer.name), f"{consumer.delivered} {consumer.ack_floor}"))
-        numbers = range(info.state.first_seq, info.state.last_seq + 1)
+        numbers = range(max(info.state.first_seq, 1), info.state.last_seq + 1)  # 0: none was ever stored
         for begin in range(0, len(numbers), AT_ONCE):
             asked = (_message(bus, stream, number) for number in numbers[begin : begin + AT_ONCE])
             messages |= {found for found in await asyncio.gather(*asked) if _has_readers(found, info.config)}

@@ -272,6 +272,9 @@ async def test_actor_takes_a_task_and_settles_it(as_role: As):
         await Publisher(actor).publish(subject, b"trajectory", message_id="t")
         [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
         assert (task.data, stored.data) == (b"task", b"trajectory")
+        await Publisher(actor).publish(actor.subject("trajectories", 1), b"other shard", message_id="o")
+        [stored] = await Inbox(storage, "TRAJECTORIES-1", "shard-1").take(1, 5.0)
+        assert stored.data == b"other shard"
 
 
 @pytest.mark.parametrize("role", ["storage", "watcher"])
@@ -377,6 +380,7 @@ async def test_operator_does_what_the_other_roles_do(as_role: As):
         for stream, durable, names in (
             ("TASKS", "rollout", ("tasks", "rollout", 7)),
             ("TRAJECTORIES", "shard-0", ("trajectories", 0)),
+            ("TRAJECTORIES-1", "shard-1", ("trajectories", 1)),
             ("OUTCOMES", "rewards-1", ("outcomes", "rewards", 1)),
         ):
             await Publisher(bus).publish(bus.subject(*names), b"x", message_id=durable)

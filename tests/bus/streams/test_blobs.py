@@ -91,7 +91,7 @@ async def test_same_bytes_can_be_put_again_also_after_they_were_deleted(bus: Bus
 @pytest.mark.nats
 async def test_refused_chunk_is_one_plain_error(bus: Bus):
     await bus.js.delete_stream(bus.topology.stream("FILES"))
-    config = next(c for c in bus.topology.streams() if c.name == bus.topology.stream("FILES"))
+    config = next(c for c in bus.topology.streams(2) if c.name == bus.topology.stream("FILES"))
     await bus.js.add_stream(config.evolve(max_msg_size=1000))
     with pytest.raises(BusError, match="the stream refuses"):
         await put(bus, os.urandom(3 * CHUNK_BYTES))

@@ -548,7 +548,7 @@ async def test_deleted_stream_ends_the_loop_and_a_new_one_is_read_again(bus: Bus
     await bus.js.delete_stream(name)
     with pytest.raises(BusError, match="has no consumer rollout"):
         await inbox.take(1, timeout_s=10)
-    await bus.js.add_stream(next(config for config in bus.topology.streams() if config.name == name))
+    await bus.js.add_stream(next(config for config in bus.topology.streams(2) if config.name == name))
     await bus.js.add_consumer(name, ConsumerConfig(durable_name="rollout", ack_policy="explicit"))
     await send_leases(bus, 1)
     assert len(await inbox.take(1, timeout_s=20)) == 1

@@ -192,7 +192,7 @@ async def test_parts_in_any_order_twice_and_among_others_make_each_message_once(
     shuffled = [*parts, *parts[::2], ({}, encode(small))]
     random.Random(0).shuffle(shuffled)
     name = bus.topology.stream("TRAJECTORIES")
-    config = next(config for config in bus.topology.streams() if config.name == name)
+    config = next(config for config in bus.topology.streams(2) if config.name == name)
     await bus.js.update_stream(config.evolve(duplicate_window=0.1))
     for n in (0, 1, 2):  # a window apart, so that the stream takes a part again
         await send(bus, *shuffled[n::3])

@@ -34,9 +34,8 @@ def where(bus: Bus, bus_server: NatsServer, tmp_path: Path) -> RunConfig:
 async def test_nothing_is_removed_unless_confirmed(bus: Bus, where: RunConfig):
     await bus.js.publish(bus.subject("events", "metrics"), bytes(5000))
     found = await remove_run(where, on_bus=True, confirmed=False, stop=STOP)
-    names = {
-        f"test-{name}" for name in ("TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD")
-    }
+    others = ("TASKS", "TRAJECTORIES-1", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD")
+    names = {f"test-{name}" for name in ("TRAJECTORIES", *others)}
     assert found.streams.keys() == (await stored_bytes(bus.js, bus.topology)).keys()
     assert found.streams.keys() == names | {"KV_sluice-test"}
     assert found.streams["test-EVENTS"] > 5000

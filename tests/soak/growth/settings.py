@@ -20,7 +20,8 @@ STREAM_MIB = 16
 RETAIN_BYTES = MIB
 """Bytes of segments that all shards keep; the oldest go to the archive within minutes."""
 STREAMS = ("TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD")
-STREAM_BOUNDS = dict.fromkeys(STREAMS, STREAM_MIB * MIB)
+STREAM_BOUNDS = dict.fromkeys((*STREAMS, "TRAJECTORIES-1"), STREAM_MIB * MIB)
+"""Largest size of each stream, that of the second shard among them."""
 
 
 def settings_of_run(directory: Path, nats_port: int) -> Layer:
@@ -57,7 +58,7 @@ def settings_of_run(directory: Path, nats_port: int) -> Layer:
             "checkpoint": {"save_every": 50}, "publish_dtype": "float32",
         },
         "evaluation": {"every_versions": EVERY_VERSIONS},
-        "bus": {"streams": {f"{name.lower()}_mib": STREAM_MIB for name in STREAM_BOUNDS}},
+        "bus": {"streams": {f"{name.lower()}_mib": STREAM_MIB for name in STREAMS}},
         "supervision": {"restarts": 100_000, "longest_pause_s": 1.0},
         "monitoring": {"nats_port": nats_port},
     }  # fmt: skip

@@ -169,7 +169,7 @@ async def test_restarted_dispatcher_goes_on_where_it_was(bus, learner, tmp_path)
 
 async def test_crash_at_any_moment_issues_no_lease_twice(bus, learner, tmp_path, monkeypatch):
     """Its ledger is what the disk held at that moment; the bus has forgotten what it saw."""
-    await bus.js.update_stream(next(s for s in bus.topology.streams() if "TASKS" in s.name).evolve(
+    await bus.js.update_stream(next(s for s in bus.topology.streams(2) if "TASKS" in s.name).evolve(
         duplicate_window=0.1
     ))  # fmt: skip
     async with serving(bus, tmp_path / "first"):
@@ -292,7 +292,7 @@ async def test_leases_are_not_lost_while_their_trajectories_or_rejections_wait_t
         await has(bus, "TASKS", 4)
     await bus.js.purge_stream(bus.topology.stream("TASKS"))
     await send_groups(bus, [1])
-    inbox = Inbox(bus, "TRAJECTORIES", "shard-1")
+    inbox = Inbox(bus, "TRAJECTORIES-1", "shard-1")
     [held] = await inbox.take(1)  # so that the shard does not get it yet
     async with serving(bus, tmp_path):
         assert isinstance(await learner.ask(1), Waiting)  # several polls later

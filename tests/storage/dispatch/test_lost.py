@@ -39,10 +39,10 @@ async def test_lease_may_be_in_trajectories_that_wait_but_not_in_those_that_came
     await lose(bus, 1)
     assert await lost.look([0, 1]) == []
     await send_groups(bus, [7])
-    [first, _] = await Inbox(bus, "TRAJECTORIES", "shard-1").take(2)
+    [first, _] = await Inbox(bus, "TRAJECTORIES-1", "shard-1").take(2)
     assert await lost.look([0, 1]) == []
     await first.ack()
-    await has(bus, "TRAJECTORIES", 1)
+    await has(bus, "TRAJECTORIES-1", 1)
     assert await lost.look([0, 1]) == [1]
 
 
@@ -65,7 +65,7 @@ async def test_lease_that_was_settled_meanwhile_is_not_missed(bus):
     await send_groups(bus, [1])
     await lose(bus, 1)
     assert await lost.look([0, 1]) == []
-    await bus.js.purge_stream(bus.topology.stream("TRAJECTORIES"))
+    await bus.js.purge_stream(bus.topology.stream("TRAJECTORIES-1"))
     assert await lost.look([0]) == []
     assert await messages(bus, "TASKS") == 1
 
