@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PretrainedConfig
 
+from actors.engines.expert_routing import IN_A_BYTE, Routing
 from actors.engines.sglang.server.gpu_count import gpus_of_engine
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
@@ -193,6 +194,8 @@ USABLE = 0.96
 """Share of the rest that torch's allocator gets to give out before its pieces no longer fit."""
 MEM_FRACTION = 0.85
 """Share of a GPU that SGLang takes for weights, keys and values, unless `mem_fraction_static` says so."""
+TRAJECTORY_TOKEN_BYTES = 13
+"""Bytes of a token in a trajectory: its id, mask, log-prob and version."""
 DELTA = 0.008
 """Bytes of a delta in units of a snapshot: measured at a learning rate of 1e-6 (docs/weights.md)."""
 
@@ -237,6 +240,10 @@ class Plan:
     requests: int
     """Requests of the longest length that all engines hold at once."""
     step_tokens: int
+    step_bytes: int
+    """Bytes of a step's trajectories on the bus."""
+    stream_bytes: int
+    """Bytes that the streams of trajectories may hold together."""
     mfu: float
     step_s: float
     generation_s: float | None
@@ -248,6 +255,12 @@ class Plan:
     def fits(self) -> bool:
         """Tell whether a learner's rank fits on a GPU."""
         return self.rank.total <= self.room
+
+    @property
+    def stream_s(self) -> float:
+        """Return the seconds of traffic that the streams of trajectories hold while no shard takes any."""
+        period_s = max(self.step_s, self.generation_s or 0.0)
+        return self.stream_bytes * period_s / self.step_bytes
 
     @property
     def waits(self) -> str:
@@ -324,10 +337,21 @@ def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:
         kv_tokens=engines.kv_tokens,
         requests=engines.requests,
         step_tokens=step_tokens,
+        step_bytes=step_tokens * trajectory_token_bytes(config, model.hf_config),
+        stream_bytes=config.bus.streams.trajectories_mib << 20,
         mfu=reached,
         step_s=step_s,
         generation_s=_generation_s(model, asked, engines, sequences, length),
     )
+
+
+def trajectory_token_bytes(config: RunConfig, hf_config: PretrainedConfig) -> int:
+    """Return the bytes of a token in a trajectory, with those of the experts that it went to."""
+    if not config.actors.engine.routed_experts:
+        return TRAJECTORY_TOKEN_BYTES
+    routing = Routing.of_config(hf_config.to_dict())
+    expert_bytes = 1 if routing.experts <= IN_A_BYTE else 2
+    return TRAJECTORY_TOKEN_BYTES + routing.layers * routing.per_token * expert_bytes
 
 
 @dataclass(frozen=True, slots=True)

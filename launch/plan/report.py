@@ -42,6 +42,16 @@ def plan_lines(found: Plan, asked: Question) -> Iterator[str]:
         f"at an MFU of {found.mfu:.2f}, generation {generation}"
     )
     yield f"          {found.waits}"
+    yield (
+        f"streams   hold {found.stream_bytes / GIB:.2f} GiB of trajectories, {found.stream_s:,.0f} s of "
+        f"traffic: a step has {found.step_bytes / GIB:.2f} GiB"
+    )
+    if found.stream_bytes < found.step_bytes:
+        enough = 2 * found.step_bytes >> 20
+        yield (
+            "          LESS THAN A STEP: actors wait for storage, give "
+            f"--bus.streams.trajectories-mib {enough}"
+        )
     yield UNMEASURED
 
 
@@ -57,4 +67,7 @@ def _gib(value: int) -> str:
 
 def plan_json(found: Plan) -> dict[str, Json]:
     """Return the plan as one object: bytes, seconds, tokens."""
-    return {**asdict(found), "fits": found.fits, "waits": found.waits, "instead": list(found.instead)}
+    return {
+        **asdict(found), "fits": found.fits, "waits": found.waits, "instead": list(found.instead),
+        "stream_s": found.stream_s,
+    }  # fmt: skip

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from bus.codec import encode
 from bus.errors import ConfigError
 from launch.cli.main import main
 from launch.plan.memory import Model, checkpoint_bytes, learner_rank
-from launch.plan.plan import Question, plan
+from launch.plan.plan import Question, plan, trajectory_token_bytes
+from launch.plan.report import plan_lines
 from launch.plan.sizes import adapter_elements, kv_bytes, weights_of
 from launch.settings.run_config import resolve
 from learner.backends.factory import BACKENDS, close_world, init_world
@@ -23,6 +25,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
 from learner.metrics.gpus import GPUS
+from tests.factories import make_trajectory
 from tests.learner.division import divide_world
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_config, tiny_model
 from tests.learner.worlds import Worlds
@@ -303,7 +306,7 @@ def test_the_command_prints_a_screen_and_json_from_config_json_alone(tmp_path: P
         main(command)
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0
-    assert len(lines) <= 14
+    assert len(lines) <= 15
     assert max(map(len, lines)) <= 130
     with pytest.raises(SystemExit) as ended:
         main([*command, "--gpu-memory-gib", "20", "--json"])
@@ -311,3 +314,35 @@ def test_the_command_prints_a_screen_and_json_from_config_json_alone(tmp_path: P
     assert ended.value.code == 1
     assert (found["fits"], found["parameters"]) == (False, 596_049_920)
     assert found["instead"][0] == "--learner.parallel.recompute full"
+
+
+@pytest.mark.parametrize(("layers", "experts", "token_bytes"), [(0, 0, 13), (48, 128, 397), (48, 384, 781)])
+def test_bytes_of_a_token_are_those_of_an_encoded_trajectory(
+    layers: int, experts: int, token_bytes: int, tmp_path: Path
+):
+    width = 2 if experts > 256 else 1
+    sizes = [
+        len(encode(replace(
+            make_trajectory(tokens=tokens),
+            routed_experts=bytes((tokens - 1) * layers * 8 * width),
+            moe_layers=layers, experts_per_token=8 if layers else 0,
+        )))
+        for tokens in (1000, 2000)
+    ]  # fmt: skip
+    assert (sizes[1] - sizes[0]) / 1000 == pytest.approx(token_bytes, abs=0.1)
+    mixture = Qwen3MoeConfig(num_hidden_layers=48, num_experts=experts, num_experts_per_tok=8)
+    hf_config = mixture if layers else SMALL
+    engine = {"type": "sglang", "routed_experts": bool(layers)}
+    config = run_of(hf_config, tmp_path, actors={"engine": engine})
+    assert trajectory_token_bytes(config, hf_config) == token_bytes
+
+
+def test_streams_hold_seconds_of_traffic_and_less_than_a_step_is_told_with_the_remedy(tmp_path: Path):
+    question = asked(2)
+    found = plan(run_of(SMALL, tmp_path, actors={"engine": {"type": "sglang"}}), SMALL, question)
+    period_s = max(found.step_s, found.generation_s)
+    assert found.stream_s == pytest.approx(period_s * GIB / (13 * found.step_tokens))
+    assert not any("LESS THAN" in line for line in plan_lines(found, question))
+    small = replace(found, stream_bytes=found.step_bytes - 1)
+    [line] = [line for line in plan_lines(small, question) if "LESS THAN" in line]
+    assert f"--bus.streams.trajectories-mib {2 * found.step_bytes >> 20}" in line
