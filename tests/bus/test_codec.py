@@ -17,6 +17,7 @@ from bus.agent_rewards import AgentReward
 from bus.codec import Message, decode, encode, fast_constructor
 from bus.connection.answers import Refused
 from bus.device_messages import DeviceHold, DeviceUser
+from bus.engine_nodes import EngineNode
 from bus.errors import SchemaError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, HeldOutAnswers, PromptSet
 from bus.images import ImageCount
@@ -177,6 +178,7 @@ EXAMPLES = (
     GroupLeft(group="sluice-a1-0"),
     DeviceHold(incarnation="a1", number=3, host="6f1c", held=True),
     DeviceUser(actor="a-1", host="6f1c", yielded_to="a1.3"),
+    EngineNode(process="b2", engine="a1", host="6f1c", ended="it was stopped", shared_file="/shared/a1"),
     SnapshotWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
     make_lease(3),
     make_trajectory(3, 1),
