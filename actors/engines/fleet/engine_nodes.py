@@ -102,8 +102,8 @@ class LeadingNode:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"waited actors.engine.start_timeout_s={self._engine.start_timeout_s:g} for node "
-                    f"{missing[0]} of {where}: run `launch actors` there with the same nodes and rendezvous "
-                    f"and --actors.engine.node-rank {missing[0]}"
+                    f"{missing[0]} of {where}: run `launch actors` there with the same settings of "
+                    f"actors.engine and --actors.engine.node-rank {missing[0]}"
                 )
             await asyncio.sleep(BEAT_S / 2)
         self.starting = ""
@@ -205,8 +205,8 @@ class FollowingNode:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"waited actors.engine.start_timeout_s={limit_s:g} for node 0 of the engine at "
-                    f"{self._engine.rendezvous}: run `launch actors` there with the same actors.engine.nodes "
-                    "and rendezvous, for the same run"
+                    f"{self._engine.rendezvous}: run `launch actors` there with the same settings of "
+                    "actors.engine and --actors.engine.node-rank 0, for the same run"
                 )
             await set_within(stop, BEAT_S / 2)
         return None

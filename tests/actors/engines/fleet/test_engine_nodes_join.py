@@ -105,7 +105,7 @@ async def test_nodes_say_for_whom_they_wait_and_not_for_ever(bus, settings, rank
     assert leader.starting == "waiting for node 1 of the engine at head:29500"
     [error] = leaves(raised.value)
     assert not isinstance(error, EngineNodeLostError), "nobody is lost who never came"
-    assert "with the same nodes and rendezvous and --actors.engine.node-rank 1" in str(error)
+    assert "with the same settings of actors.engine and --actors.engine.node-rank 1" in str(error)
     with pytest.raises(EngineError, match=r"start_timeout_s=0\.2 for node 0 of the engine at head:29500"):
         async with following(bus, settings(1, start_timeout_s=0.2), model_dir, tmp_path) as running:
             await asyncio.wait({running}, timeout=60)
