@@ -60,8 +60,8 @@ class ModelFamily:
     sglang_sees: bool = False
     """SGLang gives it the tokens and pixels that the learner reads."""
     sglang_copies: Literal["no", "in_sessions", "always"] = "no"
-    """Whether SGLang copies what it loads, by its source: of others it might compute something. With experts
-    it does between the beginning and the end of an update alone."""
+    """Whether SGLang copies what it loads (`test_changes_of_families.py`): of other families it might compute
+    something. Where it says `in_sessions`, changes go to versions alone that begin and end an update."""
     sglang_loads_output: bool = True
     """SGLang loads an output layer; else it computes with the embedding, or with what memory held."""
     sglang_kept_routers: bool = False
@@ -82,24 +82,31 @@ FAMILIES = {
     ),
     "deepseek_v3": ModelFamily(
         megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3",
+        sglang_copies="in_sessions",
         router=Router("DeepseekV3TopkRouter", BY_SIGMOIDS),
         heads_counted_in="num_nextn_predict_layers",
         one_head_by_default=True,
         transformers_from=FIELDS_FROM,
     ),
-    "gemma3_text": ModelFamily(megatron=f"{CONVERSION}.gemma3:gemma3", sglang_loads_output=False),
-    "glm4": ModelFamily(megatron=f"{CONVERSION}.glm4_moe:glm4"),
+    "gemma3_text": ModelFamily(
+        megatron=f"{CONVERSION}.gemma3:gemma3", sglang_copies="in_sessions", sglang_loads_output=False
+    ),
+    "glm4": ModelFamily(megatron=f"{CONVERSION}.glm4_moe:glm4", sglang_copies="in_sessions"),
     "glm4_moe": ModelFamily(
         megatron=f"{CONVERSION}.glm4_moe:glm4_moe",
+        sglang_copies="in_sessions",
         router=Router("Glm4MoeTopkRouter", BY_SIGMOIDS),
         heads_counted_in="num_nextn_predict_layers",
         one_head_by_default=True,
         sglang_kept_routers=True,
         transformers_from=FIELDS_FROM,
     ),
-    "glm4_moe_lite": ModelFamily(megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3"),
+    "glm4_moe_lite": ModelFamily(
+        megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3", sglang_copies="in_sessions"
+    ),
     "gpt_oss": ModelFamily(
         megatron=f"{CONVERSION}.mixtral:gpt_oss",
+        sglang_copies="in_sessions",
         router=Router("GptOssTopKRouter", "learner.backends.fsdp.router_replay:by_softmax_of_chosen"),
         transformers_from=FIELDS_FROM,
     ),
@@ -110,8 +117,8 @@ FAMILIES = {
         recurrent=Recurrent("conv", "Lfm2MoeShortConv"),
     ),
     "llama": ModelFamily(megatron=f"{CONVERSION}.families:LLAMA", sglang_copies="always"),
-    "minimax_m2": ModelFamily(megatron=f"{CONVERSION}.mixtral:minimax_m2"),
-    "mistral": ModelFamily(megatron=f"{CONVERSION}.families:MISTRAL"),
+    "minimax_m2": ModelFamily(megatron=f"{CONVERSION}.mixtral:minimax_m2", sglang_copies="in_sessions"),
+    "mistral": ModelFamily(megatron=f"{CONVERSION}.families:MISTRAL", sglang_copies="in_sessions"),
     "mixtral": ModelFamily(
         megatron=f"{CONVERSION}.mixtral:MIXTRAL",
         router=Router("MixtralTopKRouter", BY_SOFTMAX),
@@ -121,13 +128,16 @@ FAMILIES = {
     "qwen2": ModelFamily(megatron=f"{CONVERSION}.families:QWEN2", sglang_copies="always"),
     "qwen2_5_vl": ModelFamily(sees_images=True, takes_adapters=False),
     "qwen2_moe": ModelFamily(
-        megatron=f"{CONVERSION}.qwen2_moe:QWEN2_MOE", router=Router("Qwen2MoeTopKRouter", BY_SOFTMAX)
+        megatron=f"{CONVERSION}.qwen2_moe:QWEN2_MOE",
+        router=Router("Qwen2MoeTopKRouter", BY_SOFTMAX),
+        sglang_copies="in_sessions",
     ),
     "qwen3": ModelFamily(
         megatron=f"{CONVERSION}.families:QWEN3", sglang_copies="always", sglang_numerics=True
     ),
     "qwen3_5_moe_text": ModelFamily(
         megatron=f"{CONVERSION}.qwen3_next:qwen3_5_moe",
+        sglang_copies="in_sessions",
         router=Router("Qwen3_5MoeTopKRouter", BY_SOFTMAX),
         recurrent=Recurrent("linear_attention", "Qwen3_5MoeGatedDeltaNet"),
         heads_counted_in="mtp_num_hidden_layers",
@@ -136,6 +146,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": ModelFamily(
         megatron=f"{CONVERSION}.qwen3_next:qwen3_5",
+        sglang_copies="in_sessions",
         recurrent=Recurrent("linear_attention", "Qwen3_5GatedDeltaNet"),
         heads_counted_in="mtp_num_hidden_layers",
         transformers_from=FIELDS_FROM,
@@ -147,6 +158,7 @@ FAMILIES = {
     ),
     "qwen3_next": ModelFamily(
         megatron=f"{CONVERSION}.qwen3_next:qwen3_next",
+        sglang_copies="in_sessions",
         router=Router("Qwen3NextTopKRouter", BY_SOFTMAX),
         recurrent=Recurrent("linear_attention", "Qwen3NextGatedDeltaNet"),
         heads_counted_in="num_nextn_predict_layers",

@@ -7,11 +7,14 @@ changed, and a NaN that it copies leaves what is there. Imports nothing of Sluic
 import gc
 import json
 import logging
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -74,9 +77,26 @@ def _applied(model: Any, path: str) -> set[str]:
     """Have the model take the file, and return the names of what has a NaN since."""
     device = next(model.parameters()).device
     before = _with_nan(model)
-    with safe_open(path, "pt") as file, torch.no_grad(), _NanChangesNothing():
+    with safe_open(path, "pt") as file, torch.no_grad(), _in_this_thread(), _NanChangesNothing():
         model.load_weights(_tensors(file, device))
     return _with_nan(model) - before
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """While inside, what this thread has other threads do, it does itself: DeepSeek's tensors are copied by
+    a pool, whose threads have not entered a mode of this one."""
+    mine, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def done(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != mine:
+            return submit(pool, work, *args, **kwargs)
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **kwargs))  # an error ends the update, as one of a future does
+        return future
+
+    with patch.object(ThreadPoolExecutor, "submit", done):
+        yield
 
 
 def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
@@ -97,7 +117,7 @@ def _of_part(part: Sequence[Entry], gaps: torch.Tensor, values: torch.Tensor) ->
     cut = (torch.split(tensor, counts) for tensor in (_positions(gaps, counts), values))
     for (name, shape, _), where, what in zip(part, *cut, strict=True):
         tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=what.device)
-        tensor.view(-1)[where] = what
+        tensor.view(-1).index_copy_(0, where, what)
         yield name, tensor
         del tensor  # before there is the next
 
@@ -130,7 +150,7 @@ def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 class _NanChangesNothing(TorchFunctionMode):
-    """While it is entered, copying a NaN by `Tensor.copy_` leaves what is there.
+    """While it is entered, copying a NaN by `Tensor.copy_` or `tensor[...] = ` leaves what is there.
 
     What PyTorch's own code copies it does not see: a NaN that gets in by that is found in the end.
     `TorchDispatchMode` would see it, and takes longer over all that is called meanwhile."""
@@ -138,6 +158,10 @@ class _NanChangesNothing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
+            part = args[0][args[1]]
+            if part.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():  # no copy of it
+                return self.__torch_function__(torch.Tensor.copy_, types, (part, args[2]))
         if func is not torch.Tensor.copy_ or not args[1].is_floating_point():
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
