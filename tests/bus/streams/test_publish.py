@@ -52,7 +52,7 @@ async def test_pipelined_messages_are_stored_once_through_two_kills_of_the_serve
                 await finished.acquire()
             await server.kill()
             await server.start()
-    assert await stored(bus, "TRAJECTORIES") == 500
+    assert await stored(bus, "TRAJECTORIES-1") == 500
     counts = publisher.counts
     assert counts.stored + counts.duplicates == 500
     assert counts.retries > 0  # the kills did hit messages in flight
