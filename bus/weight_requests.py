@@ -104,6 +104,8 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
     """Number of the engine's ranks. They are ranks 1 and up of the group; the learner is rank 0."""
     device: Literal["cpu", "cuda"]
     """Device on which the engine's weights lie."""
+    nonce: str
+    """A random text, which the offer repeats: one that was made for another request is not taken."""
 
     def check(self) -> None:
         """Refuse an engine without ranks."""
@@ -113,9 +115,7 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedBucket(Message, tag="offered_bucket"):
-    """Tensors that the learner sends one after the other, for which an engine needs room, and their group.
-
-    An offer is one or more of these."""
+    """Tensors that the learner sends one after the other, for which an engine needs room, and their group."""
 
     group: str
     """Group of the broadcast. The engine joins it first if it is in another one."""
@@ -129,14 +129,34 @@ class OfferedBucket(Message, tag="offered_bucket"):
     dtypes: tuple[str, ...]
     """torch's names of the dtypes."""
     shapes: tuple[tuple[int, ...], ...]
+    digests: tuple[bytes, ...]
+    """SHA-256 of each tensor; empty on a bus without credentials, where nobody signs them."""
 
     def check(self) -> None:
-        """Refuse tensors without a dtype or shape."""
-        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+        """Refuse tensors without a dtype, shape or digest."""
+        digests = len(self.digests) or len(self.names)
+        if not len(self.names) == len(self.dtypes) == len(self.shapes) == digests:
             raise SchemaError(
-                f"each tensor needs all three: there are {len(self.names)} names, "
-                f"{len(self.dtypes)} dtypes and {len(self.shapes)} shapes"
+                f"each tensor needs all of these: there are {len(self.names)} names, {len(self.dtypes)} "
+                f"dtypes, {len(self.shapes)} shapes and {len(self.digests)} digests"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightOffer(Message, tag="weight_offer"):
+    """All that the learner will broadcast to an engine."""
+
+    nonce: str
+    """That of the request."""
+    buckets: tuple[OfferedBucket, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignedOffer(Message, tag="signed_offer"):
+    """An offer as it travels."""
+
+    record: bytes
+    """A `WeightOffer`, which the learner has signed on a secured bus."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

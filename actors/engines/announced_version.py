@@ -1,17 +1,27 @@
 """A version that the learner announced, for engines that it can send the weights to itself."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import nats.errors
 import structlog
 
+from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import BusError, SchemaError
 from bus.messages import PolicyManifest
 from bus.requests import Done
-from bus.weight_requests import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.weight_requests import (
+    BroadcastBegin,
+    BroadcastEnd,
+    BroadcastWanted,
+    GroupLeft,
+    OfferedBucket,
+    SignedOffer,
+    WeightOffer,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,24 +49,37 @@ class Published:
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._fetching = asyncio.Lock()
 
+    @property
+    def are_signed(self) -> bool:
+        """Return whether the learner signs what it says of these weights."""
+        return self._bus.secured
+
     async def offered(
         self, group: str, *, ranks: int, device: Literal["cpu", "cuda"], timeout_s: float = OFFER_S
     ) -> Sequence[OfferedBucket]:
         """Ask the learner for a broadcast of this version or a later one, in `group` if it still has that.
 
-        Raises `BusError` when it is not there or cannot."""
+        Raises `BusError` when it is not there or cannot, and for an offer that it has not made for this."""
         wanted = BroadcastWanted(
             incarnation=self.incarnation,
             policy_version=self.policy_version,
             group=group,
             ranks=ranks,
             device=device,
+            nonce=secrets.token_hex(16),
         )
         subject = self._bus.subject("broadcast", "wanted")
-        offer = await self._bus.request_many(subject, wanted, OfferedBucket, timeout_s=timeout_s)
-        if not offer:
+        answers = await self._bus.request_many(subject, wanted, SignedOffer, timeout_s=timeout_s)
+        if not answers:
             raise BusError(f"{subject}: the learner offers no tensors")
-        return offer
+        try:
+            data = await self._bus.opened(self._bus.subject("broadcast", "offer"), answers[0].record)
+            offer = await asyncio.to_thread(decode, data, WeightOffer)
+        except SchemaError as error:
+            raise BusError(f"the offer of version {self.policy_version} is not taken: {error}") from error
+        if offer.nonce != wanted.nonce or not offer.buckets:
+            raise BusError(f"the offer of version {self.policy_version} is not one for this request")
+        return offer.buckets
 
     async def begin(self, offer: Sequence[OfferedBucket]) -> None:
         """Have the learner send what it offered. Raises `BusError` when it does not."""

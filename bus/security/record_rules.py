@@ -40,6 +40,7 @@ RULES: dict[str, RecordRule] = {
     "role.engine.*": RecordRule(("actor",), "newest"),
     "tasks.evaluation": RecordRule(("learner",), "any"),
     "notice.stored": RecordRule(("storage",), "any"),
+    "broadcast.offer": RecordRule(("learner",), "any"),
     "rpc.batch": _ASKED_BY_LEARNER,
     "rpc.committed": _ASKED_BY_LEARNER,
     "rpc.unreadable": _ASKED_BY_LEARNER,
@@ -67,5 +68,5 @@ def record_of(name: str) -> str | None:
     """Return the record that a subject, given without the run, brings; None where it brings no signed one."""
     if name in NOTICES:
         return NOTICES[name]
-    is_subject = name.startswith(("tasks.", "notice.", "rpc."))
+    is_subject = name.startswith(("tasks.", "notice.", "rpc.", "broadcast."))
     return name if is_subject and rule_of(name) is not _OPERATOR_ALONE else None

@@ -24,7 +24,15 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.process.child_process import module_command
 from bus.requests import Done
-from bus.weight_requests import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.weight_requests import (
+    BroadcastBegin,
+    BroadcastEnd,
+    BroadcastWanted,
+    GroupLeft,
+    OfferedBucket,
+    SignedOffer,
+    WeightOffer,
+)
 from learner.publication.shared_copy import Memory, SharedCopy, WeightBucket
 from storage.weights.blob_http import own_address
 from storage.weights.tensors import Weights
@@ -97,7 +105,9 @@ class Broadcaster:
         else:
             group = await self._new_group(wanted, copy)
         group.copy = copy
-        return [*(group.offered(buckets) for buckets in copy.taken_together()), Done()]
+        buckets = tuple(group.offered(buckets) for buckets in copy.taken_together())
+        offer = WeightOffer(nonce=wanted.nonce, buckets=buckets)
+        return [SignedOffer(record=self._bus.sealed(self._bus.subject("broadcast", "offer"), offer)), Done()]
 
     async def _begin(self, begin: BroadcastBegin) -> list[Message]:
         group = self._groups.get(begin.group)
@@ -148,7 +158,7 @@ class Broadcaster:
         lock."""
         memory = self._spares.pop() if self._spares else None
         with ThreadPoolExecutor(self._threads, "copy") as threads:
-            copy = SharedCopy(weights, memory, threads)
+            copy = SharedCopy(weights, memory, threads, hashed=self._bus.secured)
         weakref.finalize(copy, self._unused, copy.memory).atexit = False
         return copy
 
@@ -254,6 +264,7 @@ class _Group:
             names=tuple(name for bucket in buckets for name in bucket.names),
             dtypes=tuple(dtype for bucket in buckets for dtype in bucket.dtypes),
             shapes=tuple(shape for bucket in buckets for shape in bucket.shapes),
+            digests=tuple(digest for bucket in buckets for digest in bucket.digests),
         )
 
 

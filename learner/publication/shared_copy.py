@@ -1,5 +1,6 @@
 """A copy of one version's weights in memory that other processes of this host can map."""
 
+import hashlib
 import mmap
 import os
 import weakref
@@ -35,6 +36,10 @@ class WeightBucket:
     dtypes: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each tensor."""
+    digests: list[bytes] = field(default_factory=list)
+    """SHA-256 of each; empty where nobody asked for them."""
 
     @property
     def size_bytes(self) -> int:
@@ -42,12 +47,13 @@ class WeightBucket:
         return self.end - self.begin
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
-        """Take in a tensor behind the others."""
+        """Take in a tensor of so many bytes behind the others."""
         self.names.append(name)
         self.dtypes.append(dtype)
         self.shapes.append(shape)
         self.offsets.append(self.end)
-        self.end += size_bytes
+        self.sizes.append(size_bytes)
+        self.end += aligned(size_bytes)
 
 
 class Memory:
@@ -72,15 +78,23 @@ class SharedCopy:
     """The tensors as they were when they were copied; `buckets` in the order in which they are sent."""
 
     def __init__(
-        self, weights: Weights, memory: Memory | None = None, threads: Executor | None = None
+        self,
+        weights: Weights,
+        memory: Memory | None = None,
+        threads: Executor | None = None,
+        *,
+        hashed: bool = False,
     ) -> None:
-        """Copy them, into `memory` if it is as large as they are."""
+        """Copy them, into `memory` if it is as large as they are, and take their digests if `hashed`."""
         self.policy_version = weights.policy_version
         self.buckets = laid_out(weights)
         size_bytes = page_bytes(self.buckets[-1].end if self.buckets else 0)
         self.memory = memory if memory and memory.size_bytes == size_bytes else Memory(size_bytes)
         for _ in in_order(threads, self._put, self._pieces(weights)):
             pass
+        for bucket in self.buckets if hashed else ():
+            places = zip(bucket.offsets, bucket.sizes, strict=True)
+            bucket.digests.extend(in_order(threads, self._digest, places))
 
     def taken_together(self) -> Iterator[list[WeightBucket]]:
         """Yield buckets that an engine takes at once: no more than the largest, for which it has room.
@@ -125,14 +139,22 @@ class SharedCopy:
         offset, raw = piece
         self.memory.bytes[offset : offset + len(raw)] = raw
 
+    def _digest(self, place: tuple[int, int]) -> bytes:
+        offset, size_bytes = place
+        return hashlib.sha256(self.memory.bytes[offset : offset + size_bytes].data).digest()
+
 
 def laid_out(weights: Weights) -> list[WeightBucket]:
     """Return tensors together as far as they are small, in order; a larger one is alone."""
     buckets: list[WeightBucket] = []
     for name, tensor in weights.tensors.items():
-        size_bytes = -(-tensor.size_bytes // ALIGNED) * ALIGNED
-        if not buckets or buckets[-1].size_bytes + size_bytes > BUCKET_BYTES:
+        if not buckets or buckets[-1].size_bytes + aligned(tensor.size_bytes) > BUCKET_BYTES:
             end = buckets[-1].end if buckets else 0
             buckets.append(WeightBucket(end, end))
-        buckets[-1].add(name, TORCH_DTYPES[tensor.dtype], tensor.shape, size_bytes)
+        buckets[-1].add(name, TORCH_DTYPES[tensor.dtype], tensor.shape, tensor.size_bytes)
     return buckets
+
+
+def aligned(size_bytes: int) -> int:
+    """Return the room that a tensor of so many bytes takes."""
+    return -(-size_bytes // ALIGNED) * ALIGNED

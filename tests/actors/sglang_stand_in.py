@@ -14,6 +14,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from actors.engines.sglang.in_server.sluice_changes import APPLY, apply_2
+from actors.engines.sglang.in_server.sluice_digests import EXPECT, expect_1
 from tests.actors.gloo_rank import GlooRank
 from tests.actors.stand_in_adapters import PATHS, StandInAdapters
 
@@ -34,6 +35,17 @@ class Copying(torch.nn.Module):
             self.state[name].data.copy_(tensor)
 
 
+class Receiving(torch.nn.Module):
+    """A model that keeps what it is told to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.received |= dict(weights)
+
+
 class StandIn:
     """Answers as 0.5.23 does; `said` is every path that was asked for, in order."""
 
@@ -43,6 +55,8 @@ class StandIn:
     tensor_ranks = 1
     replicas = 1
     joins_within_s = 60.0
+    altered = ""
+    """Name of a tensor that comes with a bit flipped."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -88,13 +102,17 @@ class StandIn:
         self.update_sessions = True
         self.loads: list[dict[str, int]] = []
         """Load of each replica; without any it does not tell."""
-        self.received: dict[str, torch.Tensor] = {}
-        """What the learner sent."""
+        self.model = Receiving()
+        """Has what the learner sent."""
         self.answers_early = False
         """As with CUDA, before it has what the learner sends."""
         self.receiving: list[asyncio.Task[None]] = []
         self.groups: dict[str, GlooRank] = {}
         self.lora = StandInAdapters()
+
+    @property
+    def received(self) -> dict[str, torch.Tensor]:
+        return self.model.received
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -182,6 +200,9 @@ class StandIn:
                 self.weights |= load_file(file)
             return
         named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        if body.get("load_format") == EXPECT:
+            expect_1(self.model, named)
+            return
         if body.get("load_format") != APPLY:
             self.weights |= dict(named)
             return
@@ -205,7 +226,10 @@ class StandIn:
     async def _receive(self, body: dict[str, Any], after: list[asyncio.Task[None]]) -> None:
         if after:
             await asyncio.wait(after)
-        self.received |= await asyncio.to_thread(self.groups[body["group_name"]].receive, body)
+        received = await asyncio.to_thread(self.groups[body["group_name"]].receive, body)
+        if self.altered in received:
+            received[self.altered].reshape(-1).view(torch.uint8)[0] ^= 1
+        self.model.load_weights(received.items())
 
     def _session(self, *, begins: bool) -> web.Response:
         if self.updating == begins:

@@ -98,6 +98,8 @@ from bus.weight_requests import (
     PartsAsked,
     PartsFound,
     PartSource,
+    SignedOffer,
+    WeightOffer,
 )
 from tests.factories import make_lease, make_trajectory, make_turn
 
@@ -129,6 +131,17 @@ EVALUATED = EvaluationResult(
     oldest_version=1, newest_version=3, failed=2,
 )  # fmt: skip
 UNTRAINED = dataclasses.replace(make_trajectory(1, 0), trainable=False, loss_mask=np.zeros(8, bool))
+BUCKET = OfferedBucket(
+    group="sluice-a1-0",
+    host="10.0.0.1",
+    port=29500,
+    backend="nccl",
+    policy_version=7,
+    names=("scalar", "embedding"),
+    dtypes=("bfloat16", "float32"),
+    shapes=((), (40, 32)),
+    digests=(bytes(32), bytes(range(32))),
+)
 EXAMPLES = (
     HeldOutAnswers(
         policy_version=4,
@@ -162,17 +175,10 @@ EXAMPLES = (
     BlobAccess(token="t", certificate="-----BEGIN CERTIFICATE-----"),
     BlobAccessAsked(),
     EngineChange(action="join", engine="http://10.0.0.1:30000"),
-    BroadcastWanted(incarnation="a1", policy_version=7, group="", ranks=2, device="cuda"),
-    OfferedBucket(
-        group="sluice-a1-0",
-        host="10.0.0.1",
-        port=29500,
-        backend="nccl",
-        policy_version=7,
-        names=("scalar", "embedding"),
-        dtypes=("bfloat16", "float32"),
-        shapes=((), (40, 32)),
-    ),
+    BroadcastWanted(incarnation="a1", policy_version=7, group="", ranks=2, device="cuda", nonce="a0"),
+    BUCKET,
+    WeightOffer(nonce="a0", buckets=(BUCKET,)),
+    SignedOffer(record=b"signed"),
     BroadcastBegin(group="sluice-a1-0", policy_version=7),
     BroadcastEnd(group="sluice-a1-0", policy_version=7),
     GroupLeft(group="sluice-a1-0"),

@@ -1,14 +1,15 @@
 """The group in which the learner sends weights to one SGLang server (`update_weights_from_distributed`)."""
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 
 from actors.engines.announced_version import OFFER_S, Published
-from actors.engines.sglang.client.client import SglangClient, TooSlowError
+from actors.engines.sglang.client.client import SHORT_S, SglangClient, TooSlowError, UnreachableError
 from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.in_server.sluice_digests import EXPECT
 from bus.errors import BusError, ConfigError, EngineError
 from bus.waiting import left_s
 from bus.weight_requests import OfferedBucket
@@ -27,6 +28,7 @@ class LearnerGroup:
     def __init__(self, client: SglangClient, facts: ServerFacts) -> None:
         self._client = client
         self._facts = facts
+        self._checks = all(EXPECT in (server.get("custom_weight_loader") or ()) for server in facts.settings)
         self.name = ""
         """Name of the group that the server is in, or was to join; empty for none."""
         self._not_before_s = 0.0
@@ -40,9 +42,14 @@ class LearnerGroup:
             )
 
     async def prepare(self, published: Published, timeout_s: float) -> Offer:
-        """Get an offer and be in its group, while the server generates; nothing if the learner cannot."""
+        """Get an offer and be in its group, while the server generates; nothing if the learner cannot, or the
+        server cannot check what a signed offer says."""
         end_s = time.monotonic() + timeout_s
         if time.monotonic() < self._not_before_s:
+            return ()
+        if published.are_signed and not self._checks:
+            remedy = f"start the server with the custom weight loader {EXPECT}, or use another update"
+            log.warning("weights_not_asked_for", policy_version=published.policy_version, remedy=remedy)
             return ()
         try:
             offer = await published.offered(
@@ -74,12 +81,28 @@ class LearnerGroup:
         Raises `EngineError` or `BusError` when not all of it came: the server's weights are then of no
         version."""
         client = self._client
-        async with client.updating(self._facts, left_s(end_s)):
+        async with client.updating(self._facts, left_s(end_s)), self._checking(offer, end_s):
             await published.begin(offer)  # in here: a refusal to update would leave the learner waiting
             for bucket in offer:
                 last = bucket is offer[-1]
                 await client.receive(bucket, self._facts, last=last, flush=flush, timeout_s=left_s(end_s))
             await self._sent(offer, published, end_s)  # with CUDA the server answers before it has them
+
+    @asynccontextmanager
+    async def _checking(self, offer: Offer, end_s: float) -> AsyncIterator[None]:
+        """Inside, the server takes what has the digests of the offer, if it has any, and nothing else."""
+        if not offer[0].digests:
+            yield
+            return
+        await self._client.expect(offer, self._facts, left_s(end_s))
+        try:
+            yield
+        except (UnreachableError, TooSlowError):  # the server is given up
+            raise
+        except (EngineError, BusError):
+            with suppress(EngineError):  # what failed is raised
+                await self._client.expect((), self._facts, SHORT_S)
+            raise
 
     async def _sent(self, offer: Offer, published: Published, end_s: float) -> None:
         """Return when the learner has sent all. Raises as `receive` does."""

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import sha256
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,7 +58,9 @@ def small(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_tensors_lie_together_in_buckets_and_are_copied_in_pieces():
     with ThreadPoolExecutor(3) as threads:
-        copy = SharedCopy(weights(), threads=threads)
+        copy = SharedCopy(weights(), threads=threads, hashed=True)
+    digests = {name: d for b in copy.buckets for name, d in zip(b.names, b.digests, strict=True)}
+    assert digests == {name: sha256(data).digest() for name, data in bytes_of(STATE).items()}
     assert [bucket.names for bucket in copy.buckets] == [["a", "none", "b"], ["large"], ["c"]]
     assert [(bucket.begin, bucket.end) for bucket in copy.buckets] == [(0, 128), (128, 8128), (8128, 8192)]
     assert bytes_in(copy) == bytes_of(STATE)
@@ -160,8 +164,10 @@ async def test_a_sender_is_told_of_the_memory_that_it_may_take(monkeypatch):
 
     monkeypatch.setattr("learner.publication.broadcast._SenderProcess.start", start)
     announced = weights()
-    broadcaster = Broadcaster(None, lambda: announced, incarnation="one", timeout_s=1.0, device_bytes=7)
-    wanted = BroadcastWanted(incarnation="one", policy_version=0, group="", ranks=1, device="cpu")
+    broadcaster = Broadcaster(
+        SimpleNamespace(secured=False), lambda: announced, incarnation="one", timeout_s=1.0, device_bytes=7
+    )
+    wanted = BroadcastWanted(incarnation="one", policy_version=0, group="", ranks=1, device="cpu", nonce="")
     with pytest.raises(BusError, match=r"^7$"):
         await broadcaster._offer(wanted)
 
@@ -185,7 +191,9 @@ def test_what_libraries_print_in_a_sender_is_none_of_its_lines():
 
 
 def test_copies_that_are_sent_late_take_no_more_memory_than_two_of_them():
-    broadcaster = Broadcaster(None, lambda: None, incarnation="one", timeout_s=1.0, threads=1)
+    broadcaster = Broadcaster(
+        SimpleNamespace(secured=False), lambda: None, incarnation="one", timeout_s=1.0, threads=1
+    )
     broadcaster._groups["slow"] = None
     newest = late = None
     memories = set()

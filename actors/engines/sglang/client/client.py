@@ -5,7 +5,7 @@ import io
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,6 +28,7 @@ from actors.engines.sglang.client.sent_images import as_json
 from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.client.tensor_files import on_host, pickled
 from actors.engines.sglang.in_server.sluice_changes import APPLY
+from actors.engines.sglang.in_server.sluice_digests import EXPECT
 from bus.errors import EngineError, RequestRefusedError
 from bus.library_errors import tells
 from bus.waiting import bounded, left_s
@@ -324,6 +325,20 @@ class SglangClient:
     async def leave_group(self, name: str) -> None:
         """Forget a group."""
         await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
+
+    async def expect(self, offer: Sequence[OfferedBucket], facts: ServerFacts, timeout_s: float) -> None:
+        """Have it refuse, until all of the offer is there, tensors that have not its digests; with an empty
+        offer, take any again."""
+        named = ((b.names, b.digests) for b in offer)
+        digests = {name: sha.hex() for names, all_ in named for name, sha in zip(names, all_, strict=True)}
+        text = torch.frombuffer(bytearray(json.dumps(digests).encode()), dtype=torch.uint8)
+        body = {
+            "serialized_named_tensors": [pickled([("digests", text)])] * facts.tensor_ranks,
+            "load_format": EXPECT,
+            **_for_policy(facts),
+            **_update(0, flush=False, last=False),
+        }
+        await self._update("/update_weights_from_tensor", body, timeout_s)
 
     async def receive(
         self, offered: OfferedBucket, facts: ServerFacts, *, last: bool, flush: bool, timeout_s: float

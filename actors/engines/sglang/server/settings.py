@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from actors.engines.sglang.in_server.sluice_changes import APPLY
+from actors.engines.sglang.in_server.sluice_digests import EXPECT
 from actors.engines.sglang.server.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.settings.engines import NOT_QUANTISED, SglangEngineConfig, SglangSetting
 from bus.errors import ConfigError
@@ -133,7 +134,7 @@ def server_settings(
         "host": host,
         "port": port,
         "load_format": "dummy",
-        "custom_weight_loader": (*_several(given.get("custom_weight_loader", ())), APPLY),
+        "custom_weight_loader": (*_several(given.get("custom_weight_loader", ())), APPLY, EXPECT),
         "weight_version": "-1",
         **_nodes(config),
     }
