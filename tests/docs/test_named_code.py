@@ -27,11 +27,13 @@ NOT_HERE = {
 def source(module: str) -> str | None:
     """The text of a module, and the names of the modules in it where it is a package; None for none."""
     path = ROOT / module.replace(".", "/")
+    if path.with_suffix(".py").is_file():  # beside it may lie what is left of a folder of its name
+        return path.with_suffix(".py").read_text()
     if path.is_dir():
         inside = "\n".join(f"import {one.stem}" for one in path.iterdir())
         own = path / "__init__.py"
         return inside + (own.read_text() if own.is_file() else "")
-    return path.with_suffix(".py").read_text() if path.with_suffix(".py").is_file() else None
+    return None
 
 
 @functools.cache

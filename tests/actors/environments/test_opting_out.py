@@ -6,15 +6,17 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from actors.engines.base import Sampling
-from actors.environments.agent import AgentEnvironment
+from actors.environments.agent import AgentEnvironment, ProgramFaultError
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.episodes.episode import Episode
@@ -22,6 +24,7 @@ from actors.episodes.errors import REWARD_FAULT, EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.programs import runner
+from actors.programs.runner import ProgramFailedError
 from actors.programs.watch import below
 from actors.rewards.base import RewardError
 from actors.rollouts.worker import end_after
@@ -222,21 +225,30 @@ def answered_once() -> Schemer:
 
 async def test_slow_engine_is_no_fault_of_the_policy(tmp_path: Path):
     agent = tmp_path / "agent.py"
-    late = tmp_path / "late"
-    agent.write_text(f"import os, time\ntime.sleep(3 * os.path.exists({str(late)!r}))\n{AGENT}")
-    settings = {"reward": "exact", "program_timeout_s": 5.0, "isolation": {"readable": (tmp_path,)}}
+    agent.write_text(AGENT)
     environment = AgentEnvironment.from_config(
-        AgentConfig(command=f"{sys.executable} -S {agent}", **settings)
+        AgentConfig(command=f"{sys.executable} -S {agent}", reward="exact", program_timeout_s=8.0)
     )
     try:
         await environment.run(TASK, Schemer([]).policy)
-        late.touch()  # the host took most of the time, before the program asked anything
         schemer = answered_once()
-        with pytest.raises(EpisodeError, match=r"it ran for 5 s") as failed:
+        with pytest.raises(EpisodeError, match=r"it ran for 8 s") as failed:
             await environment.run(TASK, schemer.policy)
         assert end_after(failed.value) == "timeout"
     finally:
         await environment.close()
+
+
+@pytest.mark.parametrize(("asked_for_s", "blamed"), [(1.5, EpisodeError), (3.0, ProgramFaultError)])
+def test_time_before_the_first_request_is_not_the_policys(asked_for_s: float, blamed: type[EpisodeError]):
+    environment = AgentEnvironment.from_config(
+        AgentConfig(command=sys.executable, reward="exact", program_timeout_s=600.0)
+    )
+    first_request_s = time.monotonic() - asked_for_s
+    session = SimpleNamespace(longest_wait_s=1.0, first_request_s=first_request_s, last=object())
+    error = ProgramFailedError("it ran for 600 s")
+    error.__cause__ = TimeoutError()
+    assert type(environment._blamed(TASK, session, error)) is blamed
 
 
 async def test_client_that_gives_up_on_a_slow_engine_is_no_fault_of_the_policy(tmp_path: Path, monkeypatch):
