@@ -72,6 +72,8 @@ class LeadingNode:
         self._records = NodeRecords(bus, engine)
         self._nodes: dict[int, EngineNode] = {}
         """What the other nodes said when they joined."""
+        self._told = ""
+        """What the engine was told of nodes that are gone, and says itself."""
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
@@ -88,7 +90,8 @@ class LeadingNode:
                     if len(self._nodes) < self._engine.nodes - 1:
                         raise
                     gone, reason = await self._gone(SILENCE_S), str(next(leaves(failed)))
-                    raise EngineNodeLostError(reason if gone in reason else f"{gone}: {reason}") from failed
+                    named = reason if gone in ("", self._told) else f"{gone}: {reason}"
+                    raise EngineNodeLostError(named) from failed
                 finally:
                     await cancelled(beating)
                     await self._records.say("", ended="node 0 has left")
@@ -135,8 +138,9 @@ class LeadingNode:
     async def _watch(self, fail: Callable[[str], None]) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            if reason := await self._gone(0.0):
-                fail(reason)
+            if gone := await self._gone(0.0):
+                self._told = gone
+                fail(gone)
 
     async def _gone(self, silence_s: float) -> str:
         """Return which nodes are gone, and why; those too that are silent for `silence_s`, unless that is
