@@ -53,6 +53,12 @@ AGENT = Path(__file__).with_name("shell_agent.py").read_text()
 Run = Callable[..., asyncio.Future[Episode]]
 
 
+@pytest.fixture(autouse=True)
+def quiet_host(monkeypatch):
+    """Other tests have this host kill processes for memory, which would explain any failure of a program."""
+    monkeypatch.setattr(runner, "kills_for_memory", lambda: 0)
+
+
 @asynccontextmanager
 async def agents(tmp_path: Path, verifier: str = VERIFIER, **settings: object) -> AsyncIterator[Run]:
     """Yield what runs an episode of a policy with a shell, which a verifier judges."""
