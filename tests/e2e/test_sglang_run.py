@@ -19,7 +19,7 @@ def probed(run: Path) -> list[float]:
 def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
     local = Command(
         tmp_path, "local", *SMALL, "--run", "served", "--actors.engine.type", "sglang",
-        "--actors.engine.server.max-running-requests", "32", "--learner.batch.skip-zero-advantages", "false",
+        "--actors.engine.server.max-running-requests", "32", "--learner.batch.no-skip-zero-advantages",
     )  # fmt: skip
     try:
         assert local.wait(540.0) == 0, local.said()
