@@ -34,6 +34,7 @@ from actors.sandboxes.as_json import to_json
 from actors.sandboxes.server_process import LARGEST_PACKET, received, sealed_file, spawned
 from actors.settings.agents import IsolationConfig
 from bus.errors import ConfigError, SluiceError
+from bus.process.host_limits import kills_for_memory
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -334,18 +335,6 @@ async def _ended(report: socket.socket, ending: "asyncio.Task[Mapping[str, Any]]
     if not ending.done():
         await cancelled(ending)
         log.warning("program_does_not_end", waited_s=END_TIMEOUT_S)
-
-
-def kills_for_memory() -> int:
-    """Return how many processes this host has killed since it started because it had no memory left.
-
-    Those of a container's own limit are among them (`oom_kill` of proc_vmstat(5)); 0 where no host tells."""
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "oom_kill":
-                return int(number)
-    return 0
 
 
 def _remove(directory: Path) -> None:

@@ -63,6 +63,13 @@ def cpu_threads(chosen: int | None, model_bytes: int, *, processes: int = 1) -> 
     return 1 if model_bytes < LEAST_BYTES else max(1, usable_cores() // processes)
 
 
+def kills_for_memory(root: Path = ROOT) -> int:
+    """Return how many processes this host has killed since it started because it had no memory left.
+
+    Those of a container's own limit are among them (`oom_kill` of proc_vmstat(5)); 0 where no host tells."""
+    return _kills_in(root / "proc/vmstat")
+
+
 def _quotas(root: Path) -> Iterator[float]:
     """Yield the cores that cgroups grant this process, where they limit it."""
     for group in _groups("cpu", root):
@@ -78,7 +85,7 @@ def _killed(root: Path) -> tuple[int, int]:
     and on this host."""
     names = ("memory.events", "memory.oom_control")
     own = sum(_kills_in(group / name) for group in _groups("memory", root) for name in names)
-    return own, _kills_in(root / "proc/vmstat")
+    return own, kills_for_memory(root)
 
 
 def _kills_in(file: Path) -> int:

@@ -172,8 +172,10 @@ def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig)
     picked = with_selections(samples, learner, backend.data_parallel_group)
     weighed = aggregated(picked, learner.used_aggregation)
     batch, skips = learner.batch, learner.skips_zero_advantages
-    computed = [sample for sample in weighed if not (skips and sample.has_zero_advantages)]
-    left_out = [sample for sample in weighed if skips and sample.has_zero_advantages]
+    computed: list[Sample] = []
+    left_out: list[Sample] = []
+    for sample in weighed:
+        (left_out if skips and sample.has_zero_advantages else computed).append(sample)
     packs = pack(computed, batch.token_budget, share_prefixes=batch.share_prefixes)
     return counting_left_out(packs, left_out)
 
