@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 from bus.agent_rewards import AgentReward
 from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
 from bus.errors import SchemaError
-from bus.images import (
-    ChangeImages,
-    PlacedImage,
-    check_all_given,
-    check_images,
-    given_everywhere,
-    given_once,
-)
+from bus.images import ChangeImages, PlacedImage, check_all_given, check_images, given_everywhere, given_once
 from bus.kept_sets import KeptSets, check_kept_sets
 from bus.older_kv import check_older_kv, kv_versions_from
 from bus.policy_names import DEFAULT_POLICY

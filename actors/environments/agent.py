@@ -9,12 +9,7 @@ from typing import Self
 
 import structlog
 
-from actors.environments.agent_program import (
-    check_program,
-    needed_files,
-    placed_command,
-    program_variables,
-)
+from actors.environments.agent_program import check_program, needed_files, placed_command, program_variables
 from actors.environments.agent_sandbox import SandboxedPrograms
 from actors.environments.agent_verifier import LeftByAgent, Verifier
 from actors.environments.session_episode import (

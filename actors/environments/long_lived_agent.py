@@ -11,12 +11,7 @@ from math import inf
 import structlog
 
 from actors.environments.agent import AgentEnvironment
-from actors.environments.agent_program import (
-    check_program,
-    needed_files,
-    placed_command,
-    program_variables,
-)
+from actors.environments.agent_program import check_program, needed_files, placed_command, program_variables
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.session_episode import scoring_of
 from actors.episodes.episode import Episode, FailedEpisode

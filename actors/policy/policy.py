@@ -11,13 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from actors.engines.base import (
-    AnswersChats,
-    Engine,
-    Generation,
-    GenerationRequest,
-    Sampling,
-)
+from actors.engines.base import AnswersChats, Engine, Generation, GenerationRequest, Sampling
 from actors.engines.continued_generation import joined, next_piece
 from actors.episodes.agents import DEFAULT_AGENT, policy_of
 from actors.episodes.episode import AgentTrajectory

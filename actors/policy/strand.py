@@ -180,10 +180,7 @@ def forked_from(
 
     A strand counts whose first prompt is shared at least; None where none is."""
     forks = [
-        Fork(
-            strand.number,
-            min(_shared(token_ids, strand.tokens), _other_image(images, strand.images)),
-        )
+        Fork(strand.number, min(_shared(token_ids, strand.tokens), _other_image(images, strand.images)))
         for strand in strands
     ]
     begun = {strand.number: strand.sampled[0][0] for strand in strands}

@@ -108,10 +108,7 @@ def drop_zero_variance(rewards: AgentRewards) -> str | None:
     return "zero_variance" if are_equal(rewards) else None
 
 
-FILTERS: Mapping[str, GroupFilter] = {
-    "none": keep_all,
-    "zero_variance": drop_zero_variance,
-}
+FILTERS: Mapping[str, GroupFilter] = {"none": keep_all, "zero_variance": drop_zero_variance}
 
 
 def load_filter(name: str, limits: GroupLimitsConfig | None = None) -> GroupFilter:

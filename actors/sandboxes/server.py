@@ -33,12 +33,7 @@ from actors.sandboxes.limits import Limits
 from actors.sandboxes.system_calls import filter_program, install_filter
 
 NAME = "program.py"
-ENVIRONMENT = {
-    "LANG": "C.UTF-8",
-    "PATH": "",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+ENVIRONMENT = {"LANG": "C.UTF-8", "PATH": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 FAILED = 1
 
 

@@ -4,10 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actors.settings.episode_sandboxes import (
-    NamespaceSandboxes,
-    PoolConfig,
-)
+from actors.settings.episode_sandboxes import NamespaceSandboxes, PoolConfig
 
 TOOLS = {"shell": ("shell",), "python": ("python",), "files": ("read_file", "write_file", "edit_file")}
 """Names of the tools by what offers them."""

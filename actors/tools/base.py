@@ -93,11 +93,7 @@ def function_schema(tool: Tool) -> dict[str, JSON]:
     """Return a tool in the shape of OpenAI's functions, as chat templates take it."""
     return {
         "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": dict(tool.parameters),
-        },
+        "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
     }
 
 

@@ -5,13 +5,7 @@ from itertools import chain
 from typing import cast
 
 from actors.settings.sandbox_tools import SandboxToolConfig
-from actors.settings.tools import (
-    CalculatorConfig,
-    McpConfig,
-    PythonToolConfig,
-    SearchConfig,
-    ToolConfig,
-)
+from actors.settings.tools import CalculatorConfig, McpConfig, PythonToolConfig, SearchConfig, ToolConfig
 from actors.tools.base import Tool
 from actors.tools.calculator import Calculator
 from actors.tools.python import PythonTool

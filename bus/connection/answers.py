@@ -14,14 +14,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
-from bus.errors import (
-    BusError,
-    FencedError,
-    NoActorsError,
-    SchemaError,
-    SluiceError,
-    UnreadableGroupsError,
-)
+from bus.errors import BusError, FencedError, NoActorsError, SchemaError, SluiceError, UnreadableGroupsError
 from bus.security.permissions import TAKEN
 from bus.waiting import GarbledAnswerError
 

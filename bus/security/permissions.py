@@ -134,10 +134,7 @@ def _actor(t: Topology) -> Permissions:
 
 
 def _judge(t: Topology) -> Permissions:
-    return Permissions(
-        publish=(*_read_keys(t), *_subjects(t, "outcomes.rewards.*")),
-        subscribe=(),
-    )
+    return Permissions(publish=(*_read_keys(t), *_subjects(t, "outcomes.rewards.*")), subscribe=())
 
 
 def _watcher(t: Topology) -> Permissions:

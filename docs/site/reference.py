@@ -100,12 +100,7 @@ def _escaped(text: str) -> str:
 
 def commands_page() -> str:
     """Return a page with every command: what it does, and its parameters besides settings."""
-    lines = [
-        "# Commands",
-        "",
-        "Every command; `launch COMMAND --help` says the same.",
-        "",
-    ]
+    lines = ["# Commands", "", "Every command; `launch COMMAND --help` says the same.", ""]
     for heading, names in GROUPS.items():
         lines += [f"## {heading}", ""]
         for name in names:
@@ -142,12 +137,7 @@ def _flags(command: App, said: Mapping[str, str]) -> Iterator[str]:
 
 def python_page() -> str:
     """Return a page with every public name of `launch`."""
-    lines = [
-        "# Python",
-        "",
-        "Public names of `launch`; [From Python](../python.md) shows them at work.",
-        "",
-    ]
+    lines = ["# Python", "", "Public names of `launch`; [From Python](../python.md) shows them at work.", ""]
     for name in launch.__all__:
         lines += [f"::: {getattr(launch, name).__module__}.{name}", ""]
     return "\n".join(lines)

@@ -121,8 +121,7 @@ ConfigFiles = Annotated[
     ),
 ]
 BusUrl = Annotated[
-    str | None,
-    Parameter(name="--bus", group=SHORT, help="NATS server, as nats://[user:password@]host:port."),
+    str | None, Parameter(name="--bus", group=SHORT, help="NATS server, as nats://[user:password@]host:port.")
 ]
 RunBusUrl = Annotated[
     str | None,
@@ -275,13 +274,11 @@ class LogOptions:
     """How a process, and those that it starts, write their logs."""
 
     level: Annotated[
-        LogLevel | None,
-        _log_parameter("--log-level", LOG_LEVEL_VARIABLE, "debug, info, warning or error"),
+        LogLevel | None, _log_parameter("--log-level", LOG_LEVEL_VARIABLE, "debug, info, warning or error")
     ] = None
-    form: Annotated[
-        LogFormat | None,
-        _log_parameter("--log-format", LOG_FORMAT_VARIABLE, "text or json"),
-    ] = None
+    form: Annotated[LogFormat | None, _log_parameter("--log-format", LOG_FORMAT_VARIABLE, "text or json")] = (
+        None
+    )
 
 
 def log_as(options: LogOptions, process: str, *, level: LogLevel = "info") -> None:

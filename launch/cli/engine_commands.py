@@ -18,10 +18,7 @@ Actor = Annotated[str | None, Parameter(name="--actor")]
 
 
 @engines.command(name="list", usage="Usage: launch engines list --run RUN")
-def list_command(
-    *,
-    live_run: OfLiveRun = LiveRun(),
-) -> None:
+def list_command(*, live_run: OfLiveRun = LiveRun()) -> None:
     """Print every actor's engines with their state and policy version, as JSON."""
     from launch.operations.live_run import list_engines
 
@@ -31,13 +28,7 @@ def list_command(
 
 
 @engines.command(name="join", usage="Usage: launch engines join URL --run RUN [--actor NAME]")
-def join_command(
-    url: str,
-    /,
-    *,
-    live_run: OfLiveRun = LiveRun(),
-    actor: Actor = None,
-) -> None:
+def join_command(url: str, /, *, live_run: OfLiveRun = LiveRun(), actor: Actor = None) -> None:
     """Add a running SGLang server to an actor; it serves once it has the weights.
 
     An actor that restarts has forgotten it; name servers that are to stay in actors.engine.urls.
@@ -55,13 +46,7 @@ def join_command(
 
 
 @engines.command(name="leave", usage="Usage: launch engines leave ENGINE --run RUN [--actor NAME]")
-def leave_command(
-    engine: str,
-    /,
-    *,
-    live_run: OfLiveRun = LiveRun(),
-    actor: Actor = None,
-) -> None:
+def leave_command(engine: str, /, *, live_run: OfLiveRun = LiveRun(), actor: Actor = None) -> None:
     """Remove an engine from its actor. Its generations go on elsewhere, from their tokens so far.
 
     Parameters

@@ -11,8 +11,7 @@ from launch.cli.app import RunName, app
 keys = App(name="keys", help="Exchange the keys of a live run's roles on a secured bus.")
 app.command(keys)
 Directory = Annotated[
-    Path,
-    Parameter(name="--secure", help="Directory of credentials, as `launch bus --secure` was given it."),
+    Path, Parameter(name="--secure", help="Directory of credentials, as `launch bus --secure` was given it.")
 ]
 Role = Annotated[str, Parameter(help="Role: operator, storage, learner, actor, judge or watcher.")]
 

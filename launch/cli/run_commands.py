@@ -9,16 +9,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import (
-    AsJson,
-    AsJsonObject,
-    BusUrl,
-    CredsFile,
-    RunName,
-    RunsDirectory,
-    app,
-    with_role_of,
-)
+from launch.cli.app import AsJson, AsJsonObject, BusUrl, CredsFile, RunName, RunsDirectory, app, with_role_of
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import validate
@@ -111,10 +102,7 @@ def note_command(text: str, *, run_name: GivenRun, directory: RunsDirectory = Pa
 
 @runs.command(name="stop", usage="Usage: launch runs stop --run RUN [--directory DIR] [--timeout-s S]")
 def stop_command(
-    *,
-    run_name: GivenRun,
-    directory: RunsDirectory = Path("runs"),
-    timeout_s: Timeout = 180.0,
+    *, run_name: GivenRun, directory: RunsDirectory = Path("runs"), timeout_s: Timeout = 180.0
 ) -> None:
     """Stop a run of `launch local` in order, as Ctrl-C in its terminal does, and wait for its end.
 

@@ -26,9 +26,7 @@ from launch.cli.app import (
 from launch.cli.convert_commands import convert
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import fail, run
-from launch.settings.run_config import (
-    RetrainProcess,
-)
+from launch.settings.run_config import RetrainProcess
 
 app.command(convert)
 
@@ -121,10 +119,7 @@ def lease_of(name: str) -> int:
 
 @app.command(usage=USAGE.format("restore"))
 def restore(
-    *,
-    run_name: RunName = "default",
-    directory: RunsDirectory = Path("runs"),
-    archive: str | None = None,
+    *, run_name: RunName = "default", directory: RunsDirectory = Path("runs"), archive: str | None = None
 ) -> None:
     """Restore the trajectories that a run's replay has archived. Its storage must be stopped.
 
@@ -198,11 +193,7 @@ def profile(
 
 @app.command(name="reward", usage="Usage: launch reward [FILE] --run RUN [OPTIONS]")
 def reward_command(
-    file: Path = Path("-"),
-    /,
-    *,
-    live_run: OfLiveRun = LiveRun(),
-    as_json: AsJsonObject = False,
+    file: Path = Path("-"), /, *, live_run: OfLiveRun = LiveRun(), as_json: AsJsonObject = False
 ) -> None:
     """Give rewards to trajectories that were published without one.
 

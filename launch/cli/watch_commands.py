@@ -37,11 +37,7 @@ from launch.settings.short_forms import short_forms
 
 
 @app.command(usage="Usage: launch status --run NAME [OPTIONS]")
-def status(
-    *,
-    live_run: OfLiveRun = LiveRun(),
-    as_json: AsJson = False,
-) -> None:
+def status(*, live_run: OfLiveRun = LiveRun(), as_json: AsJson = False) -> None:
     """Show on one screen how a live run is, and what everyone waits for; from any host, in three seconds.
 
     The exit status is 0 for a healthy run or one that is done, 1 when something is missing or stuck, 2 for a
@@ -64,10 +60,7 @@ def status(
 
 @app.command(usage="Usage: launch verify --run NAME [--records DIR...] [OPTIONS]")
 def verify(
-    *,
-    live_run: OfLiveRun = LiveRun(),
-    records: tuple[Path, ...] = (),
-    as_json: AsJson = False,
+    *, live_run: OfLiveRun = LiveRun(), records: tuple[Path, ...] = (), as_json: AsJson = False
 ) -> None:
     """Account for every trajectory: compare what actors sent, what is stored and what was trained on.
 

@@ -85,11 +85,7 @@ class StepAlerts:
 
     def words(self, config: RunConfig) -> list[str]:
         """Return what is wrong in the latest step, each in a sentence."""
-        return [
-            *self._collapses(),
-            *self._staleness(config),
-            *self._out_of_range(config),
-        ]
+        return [*self._collapses(), *self._staleness(config), *self._out_of_range(config)]
 
     def _collapses(self) -> Iterator[str]:
         reward, entropy = self._reward, self._entropy

@@ -7,20 +7,9 @@ from functools import partial
 from bus.errors import BusError, ConfigError
 from launch.doctor.bus import check_bus
 from launch.doctor.findings import Finding, refused, worst
-from launch.doctor.host import (
-    check_disk,
-    check_gpu,
-    check_limits,
-    check_ports,
-    check_variables,
-)
+from launch.doctor.host import check_disk, check_gpu, check_limits, check_ports, check_variables
 from launch.doctor.model import check_model
-from launch.doctor.packages import (
-    check_nats_server,
-    check_packages,
-    check_python,
-    check_sglang,
-)
+from launch.doctor.packages import check_nats_server, check_packages, check_python, check_sglang
 from launch.settings.run_config import RunConfig
 
 ShowFinding = Callable[[Finding], None]

@@ -13,14 +13,7 @@ from actors.engines.sglang.server.gpu_count import gpus_of_engine
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
-from launch.plan.memory import (
-    Model,
-    RankMemory,
-    actor_host,
-    checkpoint_bytes,
-    learner_host,
-    learner_rank,
-)
+from launch.plan.memory import Model, RankMemory, actor_host, checkpoint_bytes, learner_host, learner_rank
 from launch.plan.sizes import is_mixture, kv_bytes, size, weights_of
 from launch.settings.run_config import RunConfig, merge
 from learner.backends.shared.trainable import TrainableWeights

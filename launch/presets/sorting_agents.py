@@ -35,9 +35,7 @@ async def asked_of(policy: AsyncOpenAI, agents: Sequence[str], content: str) -> 
 async def ask(policy: AsyncOpenAI, agent: str, content: str) -> str:
     """Return what one agent answers."""
     completion = await policy.chat.completions.create(
-        model="any",
-        messages=[{"role": "user", "content": content}],
-        extra_headers={"X-Sluice-Agent": agent},
+        model="any", messages=[{"role": "user", "content": content}], extra_headers={"X-Sluice-Agent": agent}
     )
     return completion.choices[0].message.content or ""
 

@@ -8,12 +8,7 @@ from typing import Any
 from bus.actor_counters import failed_fraction
 from bus.messages import Status
 from launch.run_view.run_status import RunState
-from launch.run_view.status_texts import (
-    best_text,
-    ends_text,
-    engines_of,
-    policy_text,
-)
+from launch.run_view.status_texts import best_text, ends_text, engines_of, policy_text
 from launch.run_view.units import UNKNOWN, count, duration, since, size
 from launch.run_view.waiting_reasons import problems, waits
 from storage.metrics.records import integer

@@ -33,12 +33,7 @@ MOST_SETS = 3
 """Further data sets that the live screen has a row for."""
 LABEL = 11
 NAME = 18
-STAGES = {
-    "starting": "starting",
-    "warmup": "warm-up",
-    "rl": "reinforcement learning",
-    "done": "done",
-}
+STAGES = {"starting": "starting", "warmup": "warm-up", "rl": "reinforcement learning", "done": "done"}
 ABSENT = "no report yet: loading libraries takes several seconds"
 START_S = 60.0
 """Time after which a process of a new run that has not reported need not be one that starts."""

@@ -12,13 +12,7 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from bus.trajectory import TASK_KEYS, Trajectory
 from launch.trajectories.facts import RATIOS, facts_of
-from launch.trajectories.search import (
-    Search,
-    TrajectoryFilter,
-    answer_text,
-    opened,
-    prompt_text,
-)
+from launch.trajectories.search import Search, TrajectoryFilter, answer_text, opened, prompt_text
 from launch.trajectories.sources import TrajectorySource
 from launch.trajectories.token_texts import Decode
 from launch.trajectories.training import GroupTraining

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 from bus.codec import Json
 from bus.messages import group_name, trajectory_name
 from bus.topology import shard_of
-from launch.verify.evidence import (
-    Acknowledgement,
-    ActorRecords,
-    Evidence,
-    Key,
-    Sending,
-    Stored,
-    TrainedOn,
-)
+from launch.verify.evidence import Acknowledgement, ActorRecords, Evidence, Key, Sending, Stored, TrainedOn
 from storage.account.records import Copy, DropReason
 from storage.ledger.ledger import DAMAGED
 
@@ -41,11 +33,7 @@ VERDICTS = {
     "retired": "acknowledged, and removed by retention",
     "late_rewards": "sent without a reward, which came later",
 }
-_DROPPED = {
-    DropReason.HELD: "another_copy",
-    DropReason.CLOSED: "closed_short",
-    DropReason.SETTLED: "settled",
-}
+_DROPPED = {DropReason.HELD: "another_copy", DropReason.CLOSED: "closed_short", DropReason.SETTLED: "settled"}
 
 
 _NOT_KEPT = ("set_aside", DAMAGED)

@@ -106,10 +106,7 @@ def refuse_world(parallel: ParallelConfig, ranks: int) -> None:
     """Raise `ConfigError` when a world of so many ranks cannot be divided this way."""
     dense = parallel.tensor * parallel.context * parallel.pipeline
     sparse = parallel.expert_tensor * parallel.expert * parallel.pipeline
-    for name, size in (
-        ("tensor * context * pipeline", dense),
-        ("expert_tensor * expert * pipeline", sparse),
-    ):
+    for name, size in (("tensor * context * pipeline", dense), ("expert_tensor * expert * pipeline", sparse)):
         if ranks % size:
             raise ConfigError(
                 f"learner.parallel: {name} = {size} does not divide the world of {ranks} ranks: "

@@ -34,15 +34,8 @@ from learner.convert.written_directory import (
     refuse_existing,
     verified_size,
 )
-from learner.model_directories.checkpoint_manifest import (
-    write_manifest,
-)
-from learner.model_directories.lazy_weights import (
-    JoinedWeights,
-    LazyWeights,
-    RenamedWeights,
-    Spec,
-)
+from learner.model_directories.checkpoint_manifest import write_manifest
+from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, RenamedWeights, Spec
 from learner.model_directories.model_directory import (
     STORED_DTYPES,
     HFWeights,

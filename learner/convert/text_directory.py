@@ -4,13 +4,7 @@ import shutil
 from pathlib import Path
 
 from bus.errors import ConfigError
-from learner.convert.written_directory import (
-    Converted,
-    Digesting,
-    filling,
-    refuse_existing,
-    verified_size,
-)
+from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
 from learner.model_directories.model_directory import (
     STORED_DTYPES,
     TOKENIZER_FILES,

@@ -142,10 +142,7 @@ def prefix_tree(paths: Sequence[SegmentPath]) -> PrefixTree | None:
             token += length
             parent = found
     return PrefixTree(
-        source=torch.cat(source),
-        computed=torch.cat(computed),
-        lengths=tuple(lengths),
-        parents=tuple(parents),
+        source=torch.cat(source), computed=torch.cat(computed), lengths=tuple(lengths), parents=tuple(parents)
     )
 
 

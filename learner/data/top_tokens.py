@@ -68,6 +68,5 @@ def _predicted(top: TopTokens) -> TopTokens:
     """Move each entry one to the left, to where its token is predicted; the end has none."""
     end = TopTokens.none(1, top.token_ids.shape[1])
     return TopTokens(
-        np.concatenate((top.token_ids[1:], end.token_ids)),
-        np.concatenate((top.logprobs[1:], end.logprobs)),
+        np.concatenate((top.token_ids[1:], end.token_ids)), np.concatenate((top.logprobs[1:], end.logprobs))
     )

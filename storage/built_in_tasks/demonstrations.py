@@ -197,10 +197,7 @@ def nim_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json]
         if rest < 2:
             break
         rest -= rng.randint(1, min(most, rest - 1))
-        chat += [
-            {"role": "assistant", "content": str(move)},
-            {"role": "user", "content": f"{rest} {most}"},
-        ]
+        chat += [{"role": "assistant", "content": str(move)}, {"role": "user", "content": f"{rest} {most}"}]
         pile = rest
     return chat, str(1 if wrong else pile % (most + 1) or rng.randint(1, min(most, pile)))
 

@@ -262,10 +262,7 @@ TASKS = {
     "addition": BuiltInTask(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
     "product": BuiltInTask(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
     "python": BuiltInTask(
-        shown.power_problem,
-        shown.power_demonstration,
-        problems=shown.POWER_PROBLEMS,
-        wrong_share=0.5,
+        shown.power_problem, shown.power_demonstration, problems=shown.POWER_PROBLEMS, wrong_share=0.5
     ),
     "retool": BuiltInTask(
         shown.multiple_problem,
@@ -290,17 +287,10 @@ TASKS = {
         metadata=repositories.repository_files,
     ),
     "guess": BuiltInTask(
-        shown.guess_problem,
-        shown.guess_demonstration,
-        problems=shown.GUESS_PROBLEMS,
-        wrong_share=0.4,
+        shown.guess_problem, shown.guess_demonstration, problems=shown.GUESS_PROBLEMS, wrong_share=0.4
     ),
     "nim": BuiltInTask(
-        shown.nim_problem,
-        shown.nim_demonstration,
-        problems=shown.NIM_PROBLEMS,
-        wrong_share=0.4,
-        heldout=64,
+        shown.nim_problem, shown.nim_demonstration, problems=shown.NIM_PROBLEMS, wrong_share=0.4, heldout=64
     ),
     "panel": BuiltInTask(shown.panel_problem, shown.panel_demonstration, problems=10**4, wrong_share=0.6),
     "search": BuiltInTask(

@@ -84,11 +84,7 @@ class ImageReader:
 
         size = self._processor.size
         found: tuple[int, int] = smart_resize(
-            height,
-            width,
-            factor=self.side,
-            min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"],
+            height, width, factor=self.side, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
         )
         return found
 

@@ -293,10 +293,7 @@ class Ledger:
         self.drop_fact(f"{ATTEMPTS}{lease_id}")
         self.reasons[reason] += 1
         self._change(
-            (
-                "UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?",
-                ((reason, lease_id),),
-            )
+            ("UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?", ((reason, lease_id),))
         )
         return True
 
@@ -318,10 +315,7 @@ class Ledger:
                 "INSERT INTO uses (lease_id, step, place, weight) VALUES (?, ?, ?, ?)",
                 tuple((use.lease_id, step, place, use.weight) for place, use in enumerate(uses)),
             ),
-            (
-                "UPDATE leases SET state = 'leased' WHERE lease_id = ?",
-                tuple((use.lease_id,) for use in uses),
-            ),
+            ("UPDATE leases SET state = 'leased' WHERE lease_id = ?", tuple((use.lease_id,) for use in uses)),
         )
         with self._changing:  # after the change: what no flush has seen yet counts as not on the disk
             for use in uses:

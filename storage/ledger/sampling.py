@@ -184,10 +184,7 @@ def at_random(
     chosen = draw(chances, seed=question.seed, step=question.step)
     exponent = 0.0 if isinstance(sampler, UniformSampler) else sampler.importance_exponent
     corrections = importance_weights(chances, exponent)[chosen] if exponent else np.empty(0)
-    return Choice(
-        leases=tuple(index.lease_ids[chosen].tolist()),
-        weights=tuple(corrections.tolist()),
-    )
+    return Choice(leases=tuple(index.lease_ids[chosen].tolist()), weights=tuple(corrections.tolist()))
 
 
 def strategy_weights(

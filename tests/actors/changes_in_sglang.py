@@ -64,10 +64,7 @@ def differing(directory: Path, settings: dict[str, Any]) -> dict[str, list[str]]
     whole, some = loaded(args), loaded(args)
     wanted = updated(whole, lambda: whole.load_weights(list(load_file(directory / "later").items())))
     found = updated(some, lambda: sluice_changes.apply_2(some, [("path", path)]))
-    return {
-        "differ": list(other_bits(found, wanted)),
-        "changed": list(other_bits(first, wanted)),
-    }
+    return {"differ": list(other_bits(found, wanted)), "changed": list(other_bits(first, wanted))}
 
 
 def other_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Iterator[str]:

@@ -77,10 +77,7 @@ def test_a_request_that_was_aborted_as_it_waited_has_none():
         (reported(3)[1], "experts of 3 tokens came where those of 4 were asked for"),
         (base64.b64encode(bytes(4 * 7)).decode(), "not 2 in each of 3 layers"),
         ("no base64!", "not 2 in each of 3 layers"),
-        (
-            base64.b64encode(np.full(24, 8, np.int32).tobytes()).decode(),
-            "expert 8 of a model that has 8",
-        ),
+        (base64.b64encode(np.full(24, 8, np.int32).tobytes()).decode(), "expert 8 of a model that has 8"),
         (base64.b64encode(np.full(24, -1, np.int32).tobytes()).decode(), "expert -1"),
     ],
 )
@@ -93,10 +90,7 @@ def test_experts_that_cannot_be_the_models_are_an_error(text, says):
     ("config", "says"),
     [
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "a qwen3, has no experts"),
-        (
-            {"num_experts_per_tok": 8, "n_routed_experts": 70_000},
-            "has 70000 experts a layer",
-        ),
+        ({"num_experts_per_tok": 8, "n_routed_experts": 70_000}, "has 70000 experts a layer"),
     ],
 )
 def test_models_whose_experts_cannot_be_recorded_are_refused(config, says, tmp_path):

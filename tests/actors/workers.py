@@ -17,13 +17,7 @@ TOKENIZER = character_tokenizer()
 
 
 def make_worker(
-    bus: Bus,
-    engine: ScriptedEngine,
-    environment,
-    *,
-    max_new_tokens: int,
-    keep: str = "none",
-    **parts: object,
+    bus: Bus, engine: ScriptedEngine, environment, *, max_new_tokens: int, keep: str = "none", **parts: object
 ) -> Worker:
     """A worker that shares finished rollouts at once, unless its parts say otherwise."""
     sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=(TOKENIZER.eos_token_id,))

@@ -37,11 +37,7 @@ CRITIC: Layer = {
 }
 OBJECTIVES: dict[str, Layer] = {
     "reinforce": {"advantage": {"type": "discounted_returns", "baseline": "none"}, "whiten_advantages": True},
-    "gae": {
-        "advantage": {"type": "gae", "trace_decay": 0.5},
-        "critic": CRITIC,
-        "whiten_advantages": True,
-    },
+    "gae": {"advantage": {"type": "gae", "trace_decay": 0.5}, "critic": CRITIC, "whiten_advantages": True},
     "gae_token": {
         "advantage": {"type": "gae", "trace_decay": 0.5},
         "critic": {**CRITIC, "level": "token"},

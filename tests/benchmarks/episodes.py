@@ -145,10 +145,7 @@ async def _measured(bus: Bus, worker: Worker, load: EpisodesLoad) -> Report:
     stop, lag, process = asyncio.Event(), list[float](), psutil.Process()
     gc.collect()
     memory = [process.memory_info().rss]
-    watching = [
-        asyncio.create_task(_watch_lag(lag)),
-        asyncio.create_task(_watch_memory(process, memory)),
-    ]
+    watching = [asyncio.create_task(_watch_lag(lag)), asyncio.create_task(_watch_memory(process, memory))]
     began, cpu = time.monotonic(), time.process_time()
     working = asyncio.create_task(worker.run(stop, groups_at_once=load.groups))
     try:

@@ -229,13 +229,7 @@ def side_by_side(workload: Workload, images: ImageWorkload) -> dict[str, Json]:
             "images_fsdp_over_hf": float(np.median(seconds[:, 6] / seconds[:, 5])),
         },
         "limits": LIMITS,
-        "absolute": dict(
-            zip(
-                [f"{name}tokens_per_s" for name in SIDES],
-                rates.tolist(),
-                strict=True,
-            )
-        ),
+        "absolute": dict(zip([f"{name}tokens_per_s" for name in SIDES], rates.tolist(), strict=True)),
     }
 
 

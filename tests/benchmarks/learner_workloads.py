@@ -7,13 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.model_shapes import SHAPES
 from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops

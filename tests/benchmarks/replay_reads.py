@@ -60,8 +60,7 @@ async def _fetch(directory: Path) -> dict[str, Json]:
                 await ensure(bus.js, bus.topology, SHARDS)
                 arguments = server.url, run, str(directory / name), str(tokens)
                 shards = await asyncio.create_subprocess_exec(
-                    *module_command("benchmarks.replay_reads", *arguments),
-                    preexec_fn=die_with_parent(),
+                    *module_command("benchmarks.replay_reads", *arguments), preexec_fn=die_with_parent()
                 )
                 try:
                     await _answering(bus)

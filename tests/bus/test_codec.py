@@ -78,14 +78,7 @@ from bus.requests import (
 )
 from bus.security.role_keys import RoleKeys, new_seed, public_key
 from bus.security.signatures import SignedRecord
-from bus.trajectory import (
-    End,
-    FinishReason,
-    Parent,
-    Trajectory,
-    TrajectoryBatch,
-    Turn,
-)
+from bus.trajectory import End, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
 from bus.weight_requests import (
     BlobAccess,
     BlobAccessAsked,

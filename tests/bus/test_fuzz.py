@@ -123,10 +123,7 @@ def peak_of(data: bytes) -> int:
 
 @pytest.mark.parametrize(
     "inputs",
-    [
-        pytest.param(60_000, marks=pytest.mark.slow),
-        pytest.param(2_000_000, marks=pytest.mark.nightly),
-    ],
+    [pytest.param(60_000, marks=pytest.mark.slow), pytest.param(2_000_000, marks=pytest.mark.nightly)],
 )
 def test_hostile_inputs_raise_nothing_but_schema_errors(inputs: int):
     sum(map(accepts, rounds(0, 10 * ROUND)))  # what is made once

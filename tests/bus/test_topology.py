@@ -90,10 +90,7 @@ async def test_server_without_jetstream_is_refused_by_name_of_the_run(tmp_path):
         def _config(self) -> str:
             return super()._config().split("jetstream {")[0]
 
-    async with (
-        Bare(tmp_path) as server,
-        Bus.connect(BusConfig(url=server.url), "plain", name="t") as bus,
-    ):
+    async with Bare(tmp_path) as server, Bus.connect(BusConfig(url=server.url), "plain", name="t") as bus:
         with pytest.raises(BusError, match="the bus refuses the streams of run 'plain'"):
             await ensure(bus.js, bus.topology, shards=1)
         with pytest.raises(BusError, match="cannot create the keys of run 'plain'"):

@@ -156,10 +156,7 @@ def test_a_run_is_launched_once_at_a_time(refused: Refused, tmp_path: Path):
 # --- the bus ---
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("actors",), ("learner",), ("storage", "--data.task", "sort")],
-)
+@pytest.mark.parametrize("command", [("actors",), ("learner",), ("storage", "--data.task", "sort")])
 def test_a_bus_that_cannot_be_reached_is_named(refused: Refused, tmp_path: Path, command: tuple[str, ...]):
     began = time.monotonic()
     message = refused(*command, "--bus", NOBODY, *QUICK, "--directory", tmp_path, wanted=TEMPORARY)

@@ -21,11 +21,7 @@ def example(heading: str) -> str:
 def write_prompts(directory: Path, name: str, count: int) -> None:
     numbers = (f"{7919 * (n + len(name)):06d}"[-6:] for n in range(count))
     rows = (
-        {
-            "prompt": f"sort {digits}",
-            "label": "".join(sorted(digits)),
-            "metadata": {"level": n % 2},
-        }
+        {"prompt": f"sort {digits}", "label": "".join(sorted(digits)), "metadata": {"level": n % 2}}
         for n, digits in enumerate(numbers)
     )
     (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -27,5 +27,5 @@ RECORDS = [
         kind
         for kinds in (SUPERVISED, LOSSES, CORRECTIONS, REJECTIONS, ADVANTAGES, AGGREGATIONS)
         for kind in kinds.values()
-    ),
+    )
 ]

@@ -20,11 +20,7 @@ from learner.config.correction import (
 )
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
-from learner.config.loss import (
-    ClipCovLoss,
-    KLCovLoss,
-    PPOClipLoss,
-)
+from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.plugin import Plugin
 from learner.data.packing import Sample
 from tests.learner.tiny import VOCAB, reference_logits

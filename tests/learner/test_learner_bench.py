@@ -9,15 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks import learner as bench
 from benchmarks import learner_layouts
-from benchmarks.learner import (
-    hugging_face,
-    model_of,
-    ours,
-    side_by_side,
-    sides,
-    single_sides,
-    trainer_of,
-)
+from benchmarks.learner import hugging_face, model_of, ours, side_by_side, sides, single_sides, trainer_of
 from benchmarks.learner_images import qwen3_vl_600m, small_images
 from benchmarks.learner_layouts import Layout, every, layouts
 from benchmarks.learner_workloads import Workload, qwen3, small, small_experts, small_latent, weights

@@ -13,14 +13,7 @@ from nats.js.errors import NotFoundError
 from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import (
-    BlobRef,
-    DeadLetter,
-    GroupRejected,
-    Lease,
-    PolicyManifest,
-    Prompt,
-)
+from bus.messages import BlobRef, DeadLetter, GroupRejected, Lease, PolicyManifest, Prompt
 from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, Waiting
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch

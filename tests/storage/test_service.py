@@ -184,8 +184,7 @@ async def test_storage_whose_files_cannot_be_opened_is_never_ready_and_names_the
 
 async def publish_policy(bus: Bus, model: BlobRef) -> None:
     await bus.put(
-        "policy",
-        PolicyManifest(policy_version=0, incarnation="a", snapshot=BLOB, model=model, stage="rl"),
+        "policy", PolicyManifest(policy_version=0, incarnation="a", snapshot=BLOB, model=model, stage="rl")
     )
 
 

@@ -239,9 +239,7 @@ def _asked(request: _Request, history: _History) -> Ask:
         left_out=tuple(offered.left_out),
         stream=bool(request.stream),
         sampling=wanted(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            max_new_tokens=request.max_output_tokens,
+            temperature=request.temperature, top_p=request.top_p, max_new_tokens=request.max_output_tokens
         ),
         must_call=demanded(request.tool_choice),
         unmeetable=unmet(

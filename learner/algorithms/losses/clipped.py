@@ -7,12 +7,7 @@ from learner.algorithms.tokens import LARGEST_LOG_RATIO, LossTokens
 
 
 def ppo_clip_loss(
-    tokens: LossTokens,
-    *,
-    centre: str,
-    clip_eps: float,
-    clip_eps_high: float | None,
-    dual_clip: float | None,
+    tokens: LossTokens, *, centre: str, clip_eps: float, clip_eps_high: float | None, dual_clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy gradient (arXiv:1707.06347, eq. 7) with an upper bound of its own (arXiv:2503.14476).
 

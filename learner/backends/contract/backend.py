@@ -237,11 +237,7 @@ class Backend(Protocol):
     # --- training: learner/step/rl_step.py, learner/logprobs, learner/step/warmup.py ---
 
     def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Loss | Objective,
-        *,
-        policy_version: int,
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | Objective, *, policy_version: int
     ) -> StepResult:
         """Update the weights once, on the aggregated loss of all ranks and micro-batches.
 

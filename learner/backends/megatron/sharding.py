@@ -126,11 +126,7 @@ def _share_of_tree(batch: MicroBatch, tree: PrefixTree, ranks: int, rank: int, m
     own = whole.share(tuple(range(i * chunk, (i + 1) * chunk) for i in chunks_of_rank(ranks, rank)))
     loss_mask = batch.loss_mask & (own.computed >= 0)
     return replace(
-        batch,
-        tree=own,
-        loss_mask=loss_mask,
-        trained=loss_mask.nonzero()[:, 0],
-        **_counts(batch, rank),
+        batch, tree=own, loss_mask=loss_mask, trained=loss_mask.nonzero()[:, 0], **_counts(batch, rank)
     )
 
 

@@ -168,11 +168,7 @@ class Trainer:
         multiply_in_fp8(self.chunks)
 
     def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Loss | Objective,
-        *,
-        policy_version: int,
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | Objective, *, policy_version: int
     ) -> StepResult:
         """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
 

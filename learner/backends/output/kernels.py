@@ -25,15 +25,7 @@ def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]
     largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     total, weighted = torch.empty_like(largest), torch.empty_like(largest)
     _softmax_sums[(len(logits),)](
-        logits,
-        logits.stride(0),
-        largest,
-        total,
-        weighted,
-        logits.shape[1],
-        scale,
-        block=COLUMNS,
-        num_warps=8,
+        logits, logits.stride(0), largest, total, weighted, logits.shape[1], scale, block=COLUMNS, num_warps=8
     )
     return largest, total, weighted
 

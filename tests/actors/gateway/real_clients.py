@@ -54,10 +54,7 @@ def messages(client: anthropic.Anthropic) -> None:
 
 
 def errors() -> None:
-    for client, kind, end in (
-        (openai.OpenAI(), openai, "/v1"),
-        (anthropic.Anthropic(), anthropic, ""),
-    ):
+    for client, kind, end in ((openai.OpenAI(), openai, "/v1"), (anthropic.Anthropic(), anthropic, "")):
         assert [model.id for model in client.models.list()] == ["policy"]
         url = str(client.base_url).partition("/s/")[0] + end
         wrong = client.with_options(api_key="sk-wrong", base_url=url)

@@ -94,8 +94,7 @@ async def test_sub_agents_are_told_apart_by_the_ids_that_coding_agents_send(path
 
 
 @pytest.mark.parametrize(
-    ("path", "id_of"),
-    [(CHAT, "id"), (MESSAGES, "id"), (RESPONSES, "id"), (GENERATE, "responseId")],
+    ("path", "id_of"), [(CHAT, "id"), (MESSAGES, "id"), (RESPONSES, "id"), (GENERATE, "responseId")]
 )
 async def test_a_turn_is_rewarded_by_the_id_of_its_answer(path, id_of):
     async with served() as s:

@@ -135,11 +135,7 @@ class Actor:
         self.contexts.ended(name)
 
 
-@settings(
-    max_examples=5,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(
     longest=st.integers(2, 6),
     added=st.integers(0, 60),

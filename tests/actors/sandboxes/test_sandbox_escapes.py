@@ -43,10 +43,7 @@ REFUSED = {
         "import os\nos.symlink('/etc/passwd', 'link')\nopen('link')",
         "FileNotFoundError",
     ),
-    "a link to write through": (
-        "import os\nos.symlink(os.__file__, 'link')\nopen('link', 'a')",
-        "Error",
-    ),
+    "a link to write through": ("import os\nos.symlink(os.__file__, 'link')\nopen('link', 'a')", "Error"),
     "a file in the root": ("open('/file', 'w')", "OSError"),
     "Python's own files": ("import os\nopen(os.__file__, 'w')", "OSError"),
     "a device": (

@@ -84,10 +84,7 @@ ACTORS = ActorsConfig.model_validate({
             "prompt 1: it offers the tool 'weather', .* define it in actors.environment.tools, or leave",
         ),
         ("nim", "prompt 1: it offers tools, which the environment 'game' does not show"),
-        (
-            "panel",
-            "'panel' does not show .* use single_turn or tools, or leave them unread by data",
-        ),
+        ("panel", "'panel' does not show .* use single_turn or tools, or leave them unread by data"),
         ("debate", "the environment 'debate' does not show"),
     ],
 )

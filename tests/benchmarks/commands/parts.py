@@ -141,10 +141,7 @@ def bench_learner(*, as_json: AsJson = False) -> None:
 
 @bench.command(name="prefix", usage="Usage: launch bench prefix [OPTIONS]")
 def bench_prefix(
-    *,
-    prompt_tokens: int | None = None,
-    answer_tokens: int | None = None,
-    as_json: AsJson = False,
+    *, prompt_tokens: int | None = None, answer_tokens: int | None = None, as_json: AsJson = False
 ) -> None:
     """Compare training that computes the prompt of 16 siblings once with training that computes it 16 times.
 

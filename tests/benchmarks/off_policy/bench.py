@@ -24,10 +24,7 @@ from storage.disk.atomic_files import make_directory, write_file
 
 MODEL = "model"
 Kind = Literal["staleness", "reuse"]
-TABLES: dict[Kind, Callable[[Sequence[Outcome]], str]] = {
-    "staleness": staleness_tables,
-    "reuse": reuse_table,
-}
+TABLES: dict[Kind, Callable[[Sequence[Outcome]], str]] = {"staleness": staleness_tables, "reuse": reuse_table}
 
 
 async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, kind: Kind, steps: int) -> dict[str, Json]:
@@ -50,11 +47,7 @@ async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, kind: Kind, st
     if call.found:
         await asyncio.to_thread(write_report, kind, call.found, plan.directory)
     done = call.schedule.done
-    return {
-        **report(call.found),
-        **call.said(),
-        "cpu_s_per_cell": round(spent / done, 1) if done else None,
-    }
+    return {**report(call.found), **call.said(), "cpu_s_per_cell": round(spent / done, 1) if done else None}
 
 
 def write_report(kind: Kind, outcomes: Sequence[Outcome], directory: Path) -> None:

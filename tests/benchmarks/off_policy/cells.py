@@ -10,10 +10,7 @@ from launch.settings.run_config import Layer
 METHODS: dict[str, Layer] = {
     "none": {"loss": {"type": "reinforce"}, "correction": {"type": "none"}},
     "ppo_clip": {"loss": {"type": "ppo_clip", "centre": "behaviour"}},
-    "token_tis": {
-        "loss": {"type": "reinforce"},
-        "correction": {"type": "token_tis", "truncation_cap": 2.0},
-    },
+    "token_tis": {"loss": {"type": "reinforce"}, "correction": {"type": "token_tis", "truncation_cap": 2.0}},
     "sequence_tis": {"loss": {"type": "reinforce"}, "correction": {"type": "sequence_tis"}},
     "decoupled": {"loss": {"type": "ppo_clip", "centre": "proximal"}},
     "cispo": {"loss": {"type": "cispo"}, "aggregation": {"type": "token_mean"}},

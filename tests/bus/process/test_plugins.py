@@ -54,9 +54,7 @@ def test_nothing_else_is_imported(allowed: Path, name: str):
         load_function("reward", name, {})
 
 
-def test_module_of_the_working_directory_is_not_run_and_is_named_with_its_place(
-    allowed: Path,
-):
+def test_module_of_the_working_directory_is_not_run_and_is_named_with_its_place(allowed: Path):
     outside = Path.cwd() / "outside_plugin.py"
     outside.write_text(RAN + REWARD)
     sys.path.append(str(Path.cwd()))

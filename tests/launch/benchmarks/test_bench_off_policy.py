@@ -14,23 +14,10 @@ from benchmarks.commands import learning, length, off_policy
 from benchmarks.off_policy import cell_run
 from benchmarks.off_policy.bench import measure_cells, write_report
 from benchmarks.off_policy.cell_run import base_settings, digest, settings_of
-from benchmarks.off_policy.cells import (
-    LAGS,
-    METHODS,
-    SEEDS,
-    Cell,
-    chosen_methods,
-    grid,
-)
+from benchmarks.off_policy.cells import LAGS, METHODS, SEEDS, Cell, chosen_methods, grid
 from benchmarks.off_policy.outcome import Outcome, outcome_of
 from benchmarks.off_policy.paired import Retrained, figures, objective
-from benchmarks.off_policy.report import (
-    held,
-    report,
-    reuse_table,
-    saved_fraction,
-    staleness_tables,
-)
+from benchmarks.off_policy.report import held, report, reuse_table, saved_fraction, staleness_tables
 from benchmarks.whole_runs.cells import chosen_numbers
 from benchmarks.whole_runs.curves import smoothed, steps_to_target
 from benchmarks.whole_runs.extent import Plan

@@ -52,10 +52,7 @@ def test_counters_are_read_between_the_ends_of_two_steps_though_lines_come_twice
     ("lines", "message"),
     [
         ([step(1, 10.0), step(2, 20.0), step(1, 30.0)], "step 1 was trained twice"),
-        (
-            [reading("actors-1", 1.0, 1.0), reading("actors-2", 2.0, 0.0)],
-            "again .actors-1, actors-2",
-        ),
+        ([reading("actors-1", 1.0, 1.0), reading("actors-2", 2.0, 0.0)], "again .actors-1, actors-2"),
     ],
 )
 def test_a_part_that_died_ends_the_measurement(run, lines, message):

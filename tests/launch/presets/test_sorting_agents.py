@@ -39,9 +39,7 @@ async def failing() -> AsyncIterator[Environment]:
 
 
 @pytest.mark.nightly
-async def test_agents_ask_as_in_the_demonstrations_and_fail_as_they_are_made_to(
-    failing: Environment,
-):
+async def test_agents_ask_as_in_the_demonstrations_and_fail_as_they_are_made_to(failing: Environment):
     policy = Policy(ScriptedEngine(script(answered)), TOKENIZER, Sampling(max_new_tokens=5))
     tasks = [Task(task_id=f"g00000000.{n}", prompt="sort 3142", label="1234") for n in range(COUNT)]
     outcomes = await asyncio.gather(*(failing.run(one, policy) for one in tasks), return_exceptions=True)

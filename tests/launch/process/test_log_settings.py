@@ -92,10 +92,7 @@ def test_flags_reach_the_processes_that_are_started(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
-    [
-        (("--log-level", "loud"), {}, "--log-level"),
-        ((), {"SLUICE_LOG_FORMAT": "xml"}, "SLUICE_LOG_FORMAT"),
-    ],
+    [(("--log-level", "loud"), {}, "--log-level"), ((), {"SLUICE_LOG_FORMAT": "xml"}, "SLUICE_LOG_FORMAT")],
 )
 def test_a_level_or_format_that_is_none_is_refused(
     flags: tuple[str, ...], variables: dict, message: str, capsys: pytest.CaptureFixture, monkeypatch

@@ -20,12 +20,7 @@ from launch.run_view.history import History
 from launch.run_view.monitor import RunMonitor, watch
 from launch.screens.terminal_view import News
 from storage.disk.run_directory import RunDirectory
-from storage.metrics.records import (
-    append_records,
-    evaluation_record,
-    metrics_record,
-    read_records,
-)
+from storage.metrics.records import append_records, evaluation_record, metrics_record, read_records
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
 

@@ -130,9 +130,7 @@ async def test_what_answers_nothing_is_named_and_the_rest_is_told(
         silent
     )
     assert nobody.startswith("no actor was heard within 1.3 s, and 64 groups are to be rolled out: if none")
-    assert [(member["source"], member["state"]) for member in found["members"]] == [
-        ("storage", "alive"),
-    ]
+    assert [(member["source"], member["state"]) for member in found["members"]] == [("storage", "alive")]
     assert took_s < 10
 
 

@@ -272,10 +272,7 @@ def test_a_configuration_is_frozen():
             {"learner": {"loss": {"type": "ppo_clip", "clip_epss": 1}}},
             "unknown key learner.loss.clip_epss: did you mean 'clip_eps'?",
         ),
-        (
-            {"learner": {"loss": {"zzz": 1}}},
-            "unknown key learner.loss.zzz: there are: type",
-        ),
+        ({"learner": {"loss": {"zzz": 1}}}, "unknown key learner.loss.zzz: there are: type"),
         ({"learner": {"steps": -1}}, "learner.steps: should be greater than or equal to 0 (got -1)"),
         (
             {"learner": {"steps": "many"}},

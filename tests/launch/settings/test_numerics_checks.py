@@ -9,10 +9,7 @@ from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.process_settings import shared_kernels, used_diagnostics
 
-EXACT = {
-    "model": {"dtype": "float32", "numerics": "exact"},
-    "learner": {"publish_dtype": "float32"},
-}
+EXACT = {"model": {"dtype": "float32", "numerics": "exact"}, "learner": {"publish_dtype": "float32"}}
 
 
 def test_settings_that_go_with_exact_arithmetic_are_taken():

@@ -109,10 +109,7 @@ def test_the_scripts_ask_for_what_the_settings_say(here: Path):
         (("--slurm.options", "exclusive"), "'exclusive' is no option of sbatch"),
         (("--slurm.actors", "0"), "slurm.actors"),
         (("--colocation.enabled", "--learner.world.nodes", "1"), "set it to false"),
-        (
-            ("--bus.url", "nats://me:secret@h:1"),
-            "bus.url=nats://***@h:1: `launch slurm` starts its own bus",
-        ),
+        (("--bus.url", "nats://me:secret@h:1"), "bus.url=nats://***@h:1: `launch slurm` starts its own bus"),
         (("--directory", "100%"), "choose another --directory"),
         (("--submit",), "--submit needs sbatch, which is not installed here"),
     ],

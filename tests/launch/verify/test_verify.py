@@ -300,9 +300,7 @@ async def test_a_reward_that_came_later_is_no_other_reward(run):
     run.give(*((one, 0.5 + one.sample) for one in due))
     assert await run.found() == {"late_rewards": late}
     run.train(3, [3], replace(trained[0], reward=1.5))
-    assert (await run.verdicts()).found["altered"].keys() == {
-        "g00000003.0",
-    }
+    assert (await run.verdicts()).found["altered"].keys() == {"g00000003.0"}
 
 
 async def test_a_late_reward_that_was_given_otherwise_is_altered_and_one_that_nobody_gave_is_unlisted(run):
@@ -312,9 +310,7 @@ async def test_a_late_reward_that_was_given_otherwise_is_altered_and_one_that_no
     run.store.give([RewardGiven(trajectory_id=one.trajectory_id, reward=0.0, source="judge") for one in due])
     run.give((due[0], 1.0))
     found = await run.verdicts()
-    assert found.found["altered"] == {
-        "g00000003.0": "its late reward was given as 1.0 and is stored as 0.0",
-    }
+    assert found.found["altered"] == {"g00000003.0": "its late reward was given as 1.0 and is stored as 0.0"}
     assert found.found["unlisted"].keys() == {"g00000003.1"}
 
 

@@ -171,12 +171,7 @@ def test_a_loss_of_the_users_own_gets_its_settings():
         ("loss", "shortest_first", {}, r"is called with \(tokens\): missing a required argument: 'power'"),
         ("loss", "shortest_first", {"power": 1, "speed": 2}, "unexpected keyword argument 'speed'"),
         ("correction", "shortest_first", {"power": 1}, r"is called with \(log_ratio, sequence, power=...\)"),
-        (
-            "aggregation",
-            "longest_first",
-            {},
-            f"'longest_first' in {HERE!r} does not exist",
-        ),
+        ("aggregation", "longest_first", {}, f"'longest_first' in {HERE!r} does not exist"),
     ],
 )
 def test_a_function_of_the_users_own_that_does_not_fit_is_named(kind, function, settings, message):

@@ -14,19 +14,11 @@ from learner.data.packing import pack
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication.host_copy import HostCopy
 from storage.weights.quantisation import FORMATS
-from tests.learner.backends import (
-    test_lora_backends,
-    test_mtp_training,
-    test_muon,
-    test_quantisation_aware,
-)
+from tests.learner.backends import test_lora_backends, test_mtp_training, test_muon, test_quantisation_aware
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4)
 PUBLISHED_WIDTHS = {

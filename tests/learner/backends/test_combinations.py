@@ -166,10 +166,7 @@ def test_settings_of_a_teacher_that_do_not_go_together_are_refused(settings, com
 
 
 def test_top_tokens_lie_where_they_are_predicted():
-    top = TopTokens(
-        np.array([[-1, -1], [4, 2], [3, 1]], np.int32),
-        np.full((3, 3), -2.0, np.float32),
-    )
+    top = TopTokens(np.array([[-1, -1], [4, 2], [3, 1]], np.int32), np.full((3, 3), -2.0, np.float32))
     streams = {"behaviour_logprobs": -1.0}
     mask = np.array([False, True, True])
     taught = Sample(token_ids=np.arange(3, dtype=np.int32), loss_mask=mask, streams=streams, taught=top)

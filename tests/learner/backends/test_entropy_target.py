@@ -78,12 +78,7 @@ def test_the_weight_goes_on_after_a_resume(tmp_path):
 
 
 LENGTHS, UPDATES = [9, 17, 20, 5], 6
-LAYOUTS = {
-    "dp2": {},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "cp2": {"context": 2},
-}
+LAYOUTS = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "cp2": {"context": 2}}
 
 
 def adapted(nats: float, layout: dict[str, int]) -> tuple[list[tuple[float, float]], EntropyBonus | None]:

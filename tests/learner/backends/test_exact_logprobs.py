@@ -30,14 +30,7 @@ from learner.logprobs.logprobs import score
 from storage.disk.checkpoints import latest
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import quantised
-from tests.learner.exact import (
-    decoder_of,
-    differences,
-    finished,
-    random_requests,
-    shuffled,
-    trained_sample,
-)
+from tests.learner.exact import decoder_of, differences, finished, random_requests, shuffled, trained_sample
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -104,12 +97,7 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [
-        ("megatron", "fp8_block"),
-        ("fsdp", "int4"),
-        ("megatron", "int4"),
-        ("fsdp", "fp8_block"),
-    ],
+    [("megatron", "fp8_block"), ("fsdp", "int4"), ("megatron", "int4"), ("fsdp", "fp8_block")],
 )
 def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_bit(backend, name):
     model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32)

@@ -210,8 +210,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_adapters_of_experts_to_the_bit(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("backend", "family"),
-    [("megatron", "qwen3_moe"), ("fsdp", "qwen3_moe"), ("fsdp", "deepseek_v3")],
+    ("backend", "family"), [("megatron", "qwen3_moe"), ("fsdp", "qwen3_moe"), ("fsdp", "deepseek_v3")]
 )
 def test_adapters_of_experts_in_a_checkpoint_make_the_weights_that_the_run_exports(tmp_path, backend, family):
     model = tiny_model(family)

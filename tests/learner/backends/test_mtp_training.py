@@ -19,13 +19,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, pack
 from tests.learner.backends.router_reference import given
-from tests.learner.mtp_reference import (
-    BEHIND_FAMILIES,
-    FAMILIES,
-    LAYER,
-    ReferenceHead,
-    by_day,
-)
+from tests.learner.mtp_reference import BEHIND_FAMILIES, FAMILIES, LAYER, ReferenceHead, by_day
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -236,10 +230,7 @@ def test_a_model_without_one_head_is_refused(model, said):
 
 @pytest.mark.parametrize(
     ("family", "norm", "projection"),
-    [
-        ("glm4_moe", f"{LAYER}hnorm", f"{LAYER}eh_proj"),
-        ("qwen3_5_text", "mtp.pre_fc_norm_hidden", "mtp.fc"),
-    ],
+    [("glm4_moe", f"{LAYER}hnorm", f"{LAYER}eh_proj"), ("qwen3_5_text", "mtp.pre_fc_norm_hidden", "mtp.fc")],
 )
 def test_a_head_that_lacks_weights_is_refused_by_their_names(family, norm, projection):
     model = ReferenceHead(family, OPTIMIZER)

@@ -20,10 +20,7 @@ from learner.backends.megatron.optimizer import offload, state_file
 from learner.backends.megatron.optimizer.offload import FiledAdamW, OffloadedAdamW
 from learner.backends.megatron.optimizer.state_file import StateFile
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack

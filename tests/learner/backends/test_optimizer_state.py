@@ -6,10 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from learner.backends.megatron.optimizer.optimizer import _prime
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest as latest_checkpoint
@@ -25,11 +22,7 @@ def trainer_of(seed=0, optimizer=OPTIMIZER, **settings):
 
 def train(trainer, steps):
     return [
-        trainer.train_step(
-            pack(random_samples([5, 17, 2, 32, 9], seed=step), 40),
-            TIS,
-            policy_version=3,
-        )
+        trainer.train_step(pack(random_samples([5, 17, 2, 32, 9], seed=step), 40), TIS, policy_version=3)
         for step in steps
     ]
 

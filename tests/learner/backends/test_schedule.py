@@ -44,10 +44,7 @@ def test_cosine_is_that_of_torch(warmup):
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_wsd_is_that_of_torch(warmup):
     def after(optimizer):
-        return [
-            (ConstantLR(optimizer, 1.0, 5), 5),
-            (LinearLR(optimizer, 1.0, 0.1, total_iters=8), 10**6),
-        ]
+        return [(ConstantLR(optimizer, 1.0, 5), 5), (LinearLR(optimizer, 1.0, 0.1, total_iters=8), 10**6)]
 
     schedule = WSDSchedule(stable_steps=5, decay_steps=8, min_lr=1e-4, decay="linear")
     config = OptimizerConfig(lr=1e-3, warmup_steps=warmup, schedule=schedule)

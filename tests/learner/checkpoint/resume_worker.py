@@ -7,10 +7,7 @@ import torch.distributed as dist
 
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import CosineSchedule, OptimizerConfig
 from learner.data.packing import pack
 from learner.model_directories.lazy_weights import tensor_digest

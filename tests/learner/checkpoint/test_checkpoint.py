@@ -11,12 +11,7 @@ from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint import commit
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    read_extra,
-    save_checkpoint,
-    start_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, read_extra, save_checkpoint, start_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack

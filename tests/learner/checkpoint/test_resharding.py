@@ -7,10 +7,7 @@ import pytest
 
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from bus.config import LEAST_SHARED
 from learner.data.packing import Sample, numbered_packs, pack
-from learner.data.prefix_tree import (
-    chunks_within,
-    computed_tokens,
-    prefix_paths,
-    prefix_tree,
-)
+from learner.data.prefix_tree import chunks_within, computed_tokens, prefix_paths, prefix_tree
 from tests.learner.siblings import PROMPT, TURN, siblings
 
 TEXTS = st.lists(

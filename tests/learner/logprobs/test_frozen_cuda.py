@@ -5,10 +5,7 @@ import pytest
 import torch
 
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.logprobs.logprobs import score

@@ -15,10 +15,7 @@ from bus.errors import ConfigError
 from learner.backends.factory import build_backend
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig

@@ -83,11 +83,7 @@ def assert_trained(weights, trainer):
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
-@pytest.mark.parametrize(
-    "decomposed",
-    [False, True],
-    ids=["plain", "with lengths of rows"],
-)
+@pytest.mark.parametrize("decomposed", [False, True], ids=["plain", "with lengths of rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype, decomposed):
     learner = Learner(bus, tmp_path, dtype, decomposed=decomposed)

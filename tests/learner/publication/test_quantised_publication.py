@@ -87,10 +87,7 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
     assert any(not torch.equal(own[key], wanted[key]) for key in own)  # the learner's are as they were
 
 
-@pytest.mark.parametrize(
-    "name",
-    NAMES,
-)
+@pytest.mark.parametrize("name", NAMES)
 async def test_engine_and_learner_differ_by_kernels_alone_where_the_learner_rounds_its_weights(
     bus, tmp_path, name
 ):

@@ -12,10 +12,7 @@ from learner.publication.broadcast_process import Source
 from learner.publication.shared_copy import SharedCopy
 from storage.weights.tensors import Weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MIB = 1 << 20
 DEVICE = "cuda:0"
 

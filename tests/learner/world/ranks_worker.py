@@ -11,10 +11,7 @@ import torch.distributed as dist
 
 from bus.trajectory import Trajectory
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.config.batch import BatchConfig
 from learner.config.correction import SecondMoment

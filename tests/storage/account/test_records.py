@@ -9,14 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from storage.account import records
-from storage.account.records import (
-    RECORD_BYTES,
-    AccountRecord,
-    AccountWriter,
-    Copy,
-    Kind,
-    read_records,
-)
+from storage.account.records import RECORD_BYTES, AccountRecord, AccountWriter, Copy, Kind, read_records
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import refusing_disk

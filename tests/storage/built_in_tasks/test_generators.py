@@ -14,10 +14,7 @@ pytestmark = pytest.mark.slow
 KEYS = PromptKeys()
 
 
-@pytest.fixture(
-    scope="module",
-    params=["sort", "addition", "product"],
-)
+@pytest.fixture(scope="module", params=["sort", "addition", "product"])
 def generated(request, tmp_path_factory):
     return request.param, generate_task(request.param, tmp_path_factory.mktemp(request.param), seed=1)
 

@@ -41,10 +41,7 @@ def test_best_is_a_score_that_is_measured():
         ([AIME | {"name": "heldout"}], "'heldout' is the set that data.heldout gives"),
         ([AIME | {"name": "a/b"}], "pattern"),
         ([AIME | {"samples": 0}], "greater than or equal to 1"),
-        (
-            [AIME | {"samples": 4, "pass_at": [8]}],
-            "pass_at has 8, which 4 samples of a prompt",
-        ),
+        ([AIME | {"samples": 4, "pass_at": [8]}], "pass_at has 8, which 4 samples of a prompt"),
         ([AIME | {"samples": 4, "pass_at": [0]}], "pass_at has 0"),
         ([AIME | {"temperature": 0}], "greater than 0"),
     ],

@@ -180,10 +180,7 @@ async def test_letters_are_counted_by_kind_on_the_server(bus, ledger, tmp_path):
         await send(bus, with_token(group(2)[0], 5000))
         await has(bus, "DEAD", 3)
     info = await bus.js.stream_info(bus.topology.stream("DEAD"), bus.subject("dead", ">"))
-    assert info.state.subjects == {
-        bus.subject("dead", "unreadable"): 1,
-        bus.subject("dead", "vocabulary"): 2,
-    }
+    assert info.state.subjects == {bus.subject("dead", "unreadable"): 1, bus.subject("dead", "vocabulary"): 2}
 
 
 async def test_version_that_storage_has_not_heard_of_is_looked_up_first(bus, ledger, tmp_path):

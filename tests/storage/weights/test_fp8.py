@@ -12,13 +12,7 @@ from bus.errors import ConfigError, StorageError
 from storage.weights import fp8, int4, quantised_tensors
 from storage.weights.float_conversion import widened
 from storage.weights.fp8 import VALUES, Blocks, codes_of, dequantised, scales_of
-from storage.weights.quantisation import (
-    BLOCKS,
-    FORMATS,
-    is_quantised,
-    quantisation_config,
-    with_scales,
-)
+from storage.weights.quantisation import BLOCKS, FORMATS, is_quantised, quantisation_config, with_scales
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import HostTensor
 
@@ -273,11 +267,7 @@ def test_what_cannot_be_quantised_is_refused(name):
 
 def test_a_weight_and_its_scales_go_together_whichever_changed():
     every = {"a.weight": 1, "a.weight_scale_inv": 2, "b.weight": 3, "b.weight_scale": 4, "norm": 5}
-    assert with_scales({"a.weight": 1, "norm": 5}, every).keys() == {
-        "a.weight",
-        "a.weight_scale_inv",
-        "norm",
-    }
+    assert with_scales({"a.weight": 1, "norm": 5}, every).keys() == {"a.weight", "a.weight_scale_inv", "norm"}
     assert with_scales({"b.weight_scale": 4}, every).keys() == {"b.weight", "b.weight_scale"}
 
 

@@ -109,10 +109,7 @@ async def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, monkeypa
 async def test_a_disk_that_is_full_is_named_and_nothing_is_left_there(tmp_path):
     store = FileBlobs(tmp_path)
     await store.start()
-    with (
-        refusing_disk(),
-        pytest.raises(BusError, match=f"cannot write in {tmp_path}: File too large"),
-    ):
+    with refusing_disk(), pytest.raises(BusError, match=f"cannot write in {tmp_path}: File too large"):
         await store.put([b"x"], "one", 1)
     assert list(tmp_path.iterdir()) == []
 

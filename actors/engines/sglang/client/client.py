@@ -216,11 +216,7 @@ class SglangClient:
 
         Unless generation is paused, it waits for the end of what is in flight. Without `flush` the cached
         prefixes stay."""
-        body = {
-            "model_path": str(directory),
-            "load_format": "auto",
-            **_update(policy_version, flush=flush),
-        }
+        body = {"model_path": str(directory), "load_format": "auto", **_update(policy_version, flush=flush)}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
     async def load_tensors(

@@ -107,10 +107,7 @@ def image_fields(request: GenerationRequest, salt: str) -> dict[str, Any]:
     tokens = [int(token) for token in _each_once(request.token_ids, request.images)]
     if not request.images:
         return {"input_ids": tokens}
-    return {
-        "input_ids": tokens,
-        "image_data": [_salted(image.data, salt) for image in request.images],
-    }
+    return {"input_ids": tokens, "image_data": [_salted(image.data, salt) for image in request.images]}
 
 
 def as_json(body: Mapping[str, Any]) -> bytes:

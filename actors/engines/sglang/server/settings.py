@@ -143,11 +143,7 @@ def server_settings(
 def _nodes(config: SglangEngineConfig) -> Settings:
     if config.nodes == 1:
         return {}
-    return {
-        "nnodes": config.nodes,
-        "node_rank": config.node_rank,
-        "dist_init_addr": config.rendezvous,
-    }
+    return {"nnodes": config.nodes, "node_rank": config.node_rank, "dist_init_addr": config.rendezvous}
 
 
 def server_environment(config: SglangEngineConfig, settings: Settings, python: Path) -> dict[str, str]:
@@ -202,9 +198,7 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
     for name in LOSSY:
         if str(given.get(name, 1)) not in ("1", "1.0"):
             raise _refusal(
-                given,
-                name,
-                "accepts what the model would not draw: log-probs would be of others. Set 1",
+                given, name, "accepts what the model would not draw: log-probs would be of others. Set 1"
             )
     _check_replicas(config, given)
 
@@ -276,9 +270,7 @@ def _check_replicas(config: SglangEngineConfig, given: Settings) -> None:
     copies = size(given, "dp_size", "data_parallel_size")
     if is_on(given.get("enable_dp_attention")) and (copies < 2 or ranks % copies):
         raise _refusal(
-            given,
-            "enable_dp_attention",
-            f"divides tp_size={ranks} by dp_size={copies}: give a divisor",
+            given, "enable_dp_attention", f"divides tp_size={ranks} by dp_size={copies}: give a divisor"
         )
     if replicas(given) > 1 and config.update != "disk":
         raise _refusal(

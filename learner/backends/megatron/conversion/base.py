@@ -180,9 +180,7 @@ def _qkv_shapes(whole: tuple[int, ...], shape: Shape) -> Sequence[tuple[int, ...
 
 
 SAME = Layout(
-    merge=lambda parts, _: parts[0],
-    split=lambda whole, _: [whole],
-    part_shapes=lambda whole, _: [whole],
+    merge=lambda parts, _: parts[0], split=lambda whole, _: [whole], part_shapes=lambda whole, _: [whole]
 )
 GATE_UP = Layout(
     merge=lambda parts, _: torch.cat(list(parts)),

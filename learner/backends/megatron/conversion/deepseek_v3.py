@@ -71,10 +71,7 @@ def _chosen_groups_fit(chosen: int | None, hf_config: PretrainedConfig) -> bool:
     return chosen is not None and 0 < chosen <= groups and chosen * of_group >= wanted
 
 
-ROUTER = (
-    *QWEN_ROUTER,
-    layer_rule(CHOICE_BIAS, ["mlp.gate.e_score_correction_bias"]),
-)
+ROUTER = (*QWEN_ROUTER, layer_rule(CHOICE_BIAS, ["mlp.gate.e_score_correction_bias"]))
 SHARED_EXPERT = shared_expert_rules("mlp.shared_experts")
 REQUIREMENTS: tuple[Requirement, ...] = (
     ("n_group", _groups_fit, "groups must divide n_routed_experts into two or more"),

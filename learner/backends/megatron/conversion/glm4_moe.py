@@ -4,14 +4,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.base import (
-    SHARED_LAYER,
-    Family,
-    Layout,
-    Rule,
-    layer_rule,
-    replaced,
-)
+from learner.backends.megatron.conversion.base import SHARED_LAYER, Family, Layout, Rule, layer_rule, replaced
 from learner.backends.megatron.conversion.deepseek_v3 import (
     REQUIREMENTS,
     ROUTER,

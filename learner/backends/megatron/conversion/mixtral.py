@@ -15,11 +15,7 @@ from learner.backends.megatron.conversion.base import (
     replaced,
 )
 from learner.backends.megatron.conversion.glm4_moe import PROJECTIONS
-from learner.backends.megatron.conversion.partial_rotation import (
-    pieces_of,
-    rotated_joint_norm,
-    rotated_qkv,
-)
+from learner.backends.megatron.conversion.partial_rotation import pieces_of, rotated_joint_norm, rotated_qkv
 
 
 def local_experts(hf_config: PretrainedConfig) -> Experts:

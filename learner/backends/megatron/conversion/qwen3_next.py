@@ -28,12 +28,7 @@ from learner.backends.megatron.conversion.base import (
 )
 from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
 from learner.backends.megatron.conversion.head_names import APART
-from learner.backends.megatron.conversion.partial_rotation import (
-    PIECES,
-    pieces_of,
-    rotated_norm,
-    rotated_qkv,
-)
+from learner.backends.megatron.conversion.partial_rotation import PIECES, pieces_of, rotated_norm, rotated_qkv
 from learner.backends.megatron.conversion.qwen2_moe import (
     DECODER_SPARSE_STEP,
     QWEN_EXPERT,

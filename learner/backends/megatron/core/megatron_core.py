@@ -49,11 +49,7 @@ adapt_megatron_to_cpu()
 
 with megatron_import_warnings_silenced():
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.core import (
-        CheckpointingConfig,
-        CheckpointingException,
-        save_config,
-    )
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -37,14 +37,7 @@ from learner.backends.megatron.weights.rank_weights import (
 )
 from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.weights.torch_dist import MegatronWeights
-from learner.backends.shared.lora import (
-    CHANGE,
-    BaseNorms,
-    base_digest,
-    first_a,
-    merged_stream,
-    targeted,
-)
+from learner.backends.shared.lora import CHANGE, BaseNorms, base_digest, first_a, merged_stream, targeted
 from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 from learner.config.lora import LoraConfig, saved_settings
 from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State

@@ -25,11 +25,7 @@ def unsupported(hf_config: PretrainedConfig) -> list[str]:
 
 
 REQUIREMENTS: list[Requirement] = [
-    (
-        "hidden_act",
-        lambda act, c: act == "silu" or family_of(c).gate != SILU,
-        "only silu is supported",
-    ),
+    ("hidden_act", lambda act, c: act == "silu" or family_of(c).gate != SILU, "only silu is supported"),
     (
         "rope_type",
         lambda kind, _: kind not in PACK_DEPENDENT_ROPES,

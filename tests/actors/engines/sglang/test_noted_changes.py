@@ -88,8 +88,7 @@ def test_integers_and_single_elements_go_whole_though_a_delta_told_of_them():
 
 
 @pytest.mark.parametrize(
-    ("start", "told"),
-    [(65541, [5, 65535]), (65542, [5, 65535, 0]), (196_700, [5, 65535, 65535, 65535, 86])],
+    ("start", "told"), [(65541, [5, 65535]), (65542, [5, 65535, 0]), (196_700, [5, 65535, 65535, 65535, 86])]
 )
 def test_a_gap_from_one_part_to_the_next_is_one_as_well(start, told):
     old, new = torch.zeros(200_000), torch.arange(200_000.0)

@@ -363,20 +363,12 @@ def test_a_server_keeps_its_compiled_kernels_in_one_directory_unless_it_is_told_
 @pytest.mark.parametrize(
     ("server", "engine", "says"),
     [
-        (
-            {"speculative_algorithm": "NGRAM"},
-            {},
-            "needs a GPU, this server is on the CPU: its kernels",
-        ),
+        ({"speculative_algorithm": "NGRAM"}, {}, "needs a GPU, this server is on the CPU: its kernels"),
         ({"kv_cache_dtype": "fp8_e4m3"}, {}, "needs a GPU, .* leave it out, or set bfloat16"),
         ({"enable-deterministic-inference": True}, {}, "needs a GPU, .* batch-invariant kernels"),
         ({"enable_dp_attention": "true", "tp_size": 2, "dp_size": 2}, {}, "fill up the batches of its ranks"),
         ({"device": "cuda", "disaggregation_mode": "prefill"}, {}, "half of a pair"),
-        (
-            {"device": "cuda", "speculative_accept_threshold_acc": 0.9},
-            {},
-            "would be of others. Set 1",
-        ),
+        ({"device": "cuda", "speculative_accept_threshold_acc": 0.9}, {}, "would be of others. Set 1"),
         (
             {"device": "cuda", "enable_dp_attention": True, "tp_size": 4, "dp_size": 3},
             {},

@@ -23,10 +23,7 @@ async def of_both_ranks(engine):
 
 @pytest.mark.parametrize(
     ("server", "written"),
-    [
-        pytest.param({"tp_size": 2}, ["changes"], id="cut"),
-        pytest.param({"dp_size": 2}, [], id="replicated"),
-    ],
+    [pytest.param({"tp_size": 2}, ["changes"], id="cut"), pytest.param({"dp_size": 2}, [], id="replicated")],
 )
 async def test_both_ranks_take_new_weights_and_what_changed_of_them(model_dir, tmp_path, server, written):
     config = SglangEngineConfig(**CONFIG, server=server, environment=EACH_ON_A_CORE)

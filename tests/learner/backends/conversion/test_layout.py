@@ -7,11 +7,7 @@ from pydantic import ValidationError
 from bus.errors import ConfigError
 from learner.backends.factory import init_world
 from learner.backends.megatron.conversion.families import shape_of
-from learner.backends.megatron.core.layout import (
-    layers_of_last_stage,
-    layout_problems,
-    padded_vocabulary,
-)
+from learner.backends.megatron.core.layout import layers_of_last_stage, layout_problems, padded_vocabulary
 from learner.backends.megatron.model.model import build_chunks
 from learner.config.parallel import ParallelConfig, refuse_world
 from tests.learner.tiny import tiny_config

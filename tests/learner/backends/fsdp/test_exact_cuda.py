@@ -11,10 +11,7 @@ from learner.data.packing import pack
 from tests.learner.exact import decoder_of, differences, finished, random_requests, trained_sample
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])

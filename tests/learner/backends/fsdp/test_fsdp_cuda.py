@@ -12,10 +12,7 @@ from tests.learner.backends.fsdp import test_fsdp_trainer
 from tests.learner.backends.fsdp.test_fsdp_trainer import LENGTHS, OPTIMIZER, TIS, trained
 from tests.learner.tiny import random_samples
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])

@@ -12,10 +12,7 @@ from learner.data.packing import pack
 from tests.learner.backends.fsdp.families import FAMILIES, family_model
 from tests.learner.tiny import TIS, hf_state, random_samples
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 
 

@@ -133,10 +133,7 @@ def test_the_published_configuration_is_taken():
         ({"attention_bias": False}, "attention_bias=False: linear layers of attention must have a bias"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1: dropout is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': only silu is supported"),
-        (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "launch convert dequantise reads other kinds",
-        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "launch convert dequantise reads other kinds"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(changes, says):

@@ -190,11 +190,7 @@ def test_a_checkpoint_of_other_sizes_is_told_apart(changes):
 
 def test_the_published_configurations_are_taken():
     layout = ParallelConfig(tensor=8, sequence=True, expert=64)
-    for config, of_delta in (
-        (Qwen3NextConfig(), 9),
-        (Qwen3_5MoeTextConfig(), 11),
-        (Qwen3_5TextConfig(), 11),
-    ):
+    for config, of_delta in ((Qwen3NextConfig(), 9), (Qwen3_5MoeTextConfig(), 11), (Qwen3_5TextConfig(), 11)):
         family = family_of(config)
         shape = family.shape(config)
         assert unsupported(config) == []

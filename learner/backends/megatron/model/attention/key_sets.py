@@ -34,9 +34,7 @@ class KeySets:
     def to(self, device: torch.device) -> "KeySets":
         """Copy to `device`; a no-op when already there."""
         return replace(
-            self,
-            cu_queries=to_device(self.cu_queries, device),
-            cu_keys=to_device(self.cu_keys, device),
+            self, cu_queries=to_device(self.cu_queries, device), cu_keys=to_device(self.cu_keys, device)
         )
 
 
