@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+import structlog
+
 from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from bus.trajectory import Trajectory
@@ -18,6 +20,7 @@ from launch.api.child import LocalProcess
 from launch.dashboard.metrics_source import MetricsFile
 from launch.model_files.model_directory import model_of_run
 from launch.operations.run_stop import stop_run
+from launch.process.log_settings import configure_logging
 from launch.run_view.history import Evaluation, Step, evaluation_of, is_evaluation, is_step, step_of
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
 from launch.run_view.run_files import recorded_config
@@ -154,6 +157,8 @@ class Run:
         self._directory = directory
         self._process = process
         self._decode: Decode | None = None
+        if not structlog.is_configured():  # by itself structlog prints among what the program prints
+            configure_logging("warning")
 
     def __repr__(self) -> str:
         """Return the name of the run and how it is."""

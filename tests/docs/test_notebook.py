@@ -15,10 +15,12 @@ NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 
 
 def said(notebook: nbformat.NotebookNode) -> list[str]:
-    """What each cell of code printed, and `image/png` for a picture."""
+    """What each cell of code printed, and `image/png` for a picture, without what it logged on stderr."""
     return [
         "".join(
-            output.get("text", "image/png" * ("image/png" in output.get("data", ()))) for output in outputs
+            output.get("text", "image/png" * ("image/png" in output.get("data", ())))
+            for output in outputs
+            if output.get("name") != "stderr"
         )
         for outputs in (cell.outputs for cell in notebook.cells if cell.cell_type == "code")
     ]

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import structlog
 
 import launch
 from actors.environments.single_turn import SingleTurn
@@ -289,6 +290,20 @@ def test_a_run_is_found_from_another_working_directory(
     runs = launch.start("sort", run="mine"), launch.attach("earlier")
     monkeypatch.chdir("/")
     assert [run.path for run in runs] == [tmp_path / "runs" / name for name in ("mine", "earlier")]
+
+
+def test_a_warning_is_kept_apart_from_what_the_program_prints(
+    ended: RunDirectory, capsys: pytest.CaptureFixture[str]
+):
+    structlog.reset_defaults()
+    attached(ended)
+    structlog.get_logger().warning("run_still_ends")
+    assert [("run_still_ends" in text) for text in capsys.readouterr()] == [False, True]
+    own = structlog.testing.CapturingLogger()
+    structlog.configure(logger_factory=lambda *_: own)
+    attached(ended)
+    structlog.get_logger().warning("run_still_ends")
+    assert len(own.calls) == 1
 
 
 def test_a_process_that_never_holds_its_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
