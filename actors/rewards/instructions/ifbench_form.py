@@ -132,11 +132,6 @@ def sentences_then_bullets(text: str) -> bool:
     return sentences >= 2 and sum(are_bullets) >= 2 and all(are_bullets[len(before) :])
 
 
-def multiples_of_seven(text: str) -> bool:
-    """The numbers are the multiples of 7 from 10 to 50."""
-    return re.findall(r"\d+", text) == [str(number) for number in range(14, 50, 7)]
-
-
 def growing_questions(text: str) -> bool:
     """There are four questions `Question 1` and so on, each longer than the last, with five options each."""
     parts = [part.strip() for part in re.split(r"Question \d+[.|):;]?", text)]
@@ -157,30 +152,10 @@ def countries_reversed(text: str) -> bool:
     return len(names) >= FEWEST_COUNTRIES and all(a >= b for a, b in pairwise(names))
 
 
-def eagle_by_words(text: str) -> bool:
-    """The words in reverse order name the bald eagle."""
-    return "bald eagle" in " ".join(reversed(bare_words(text)))
-
-
-def eagle_by_letters(text: str) -> bool:
-    """The letters in reverse order name the bald eagle."""
-    return "elgae dlab" in text.lower()
-
-
 def sentences_by_alphabet(text: str) -> bool:
     """The sentences are 26, whose first letters are the alphabet."""
     found = [next(filter(str.isalnum, sentence), "").lower() for sentence in split_sentences(text)]
     return found == list(string.ascii_lowercase)
-
-
-def capitals_by_latitude(text: str) -> bool:
-    """The capitals of Europe beyond 45 degrees are listed from north to south."""
-    return [name.strip() for name in _ascii(text).split(",") if name.strip()] == [*CAPITALS]
-
-
-def city_table(text: str) -> bool:
-    """The CSV has IFBench's columns of cities and 7 rows."""
-    return _is_table(_cells(text), ["ID", "Country", "City", "Year", "Count"], 7)
 
 
 def product_table(text: str) -> bool:
@@ -214,30 +189,10 @@ def repeats_changed(text: str, *, prompt_to_repeat: str) -> bool:
     return words[1:] == asked[1:] and words[:1] != asked[:1]
 
 
-def repeats_sentence(text: str) -> bool:
-    """The answer is IFBench's sentence."""
-    return text.strip().lower() == REPEATED.lower()
-
-
-def repeats_span(text: str, *, prompt_to_repeat: str, n_start: float, n_end: float) -> bool:
-    """The answer is the words of the request from the first index up to the other, which is not included."""
-    return text.lower().split() == prompt_to_repeat.lower().split()[int(n_start) : int(n_end)]
-
-
 def title_case(text: str) -> bool:
     """No word of several letters begins with a small one, if its others are all small or all capital."""
     words = re.findall(r"[^\W\d_][\w'\u2019-]*", text)
     return not any(w[0].islower() and (w[1:].islower() or w[1:].isupper()) for w in words)
-
-
-def output_template(text: str) -> bool:
-    """IFBench's three headings occur."""
-    return all(heading in text for heading in TEMPLATE)
-
-
-def no_whitespace(text: str) -> bool:
-    """There is no whitespace."""
-    return not re.search(r"\s", text)
 
 
 def _ascii(text: str) -> str:
@@ -263,25 +218,27 @@ def _quoted(field: str) -> str | None:
 
 
 FORM_CHECKS: Mapping[str, Callable[..., bool]] = {
-    "custom:character_reverse": eagle_by_letters,
-    "custom:csv_city": city_table,
+    "custom:character_reverse": lambda text: "elgae dlab" in text.lower(),
+    "custom:csv_city": lambda text: _is_table(_cells(text), ["ID", "Country", "City", "Year", "Count"], 7),
     "custom:csv_quotes": score_table,
     "custom:csv_special_character": product_table,
     "custom:date_format_list": dates_of_napoleon,
-    "custom:european_capitals_sort": capitals_by_latitude,
+    "custom:european_capitals_sort": lambda text: (
+        [name.strip() for name in _ascii(text).split(",") if name.strip()] == [*CAPITALS]
+    ),
     "custom:mcq_count_length": growing_questions,
-    "custom:multiples": multiples_of_seven,
+    "custom:multiples": lambda text: re.findall(r"\d+", text) == [str(number) for number in range(14, 50, 7)],
     "custom:reverse_newline": countries_reversed,
     "custom:sentence_alphabet": sentences_by_alphabet,
-    "custom:word_reverse": eagle_by_words,
+    "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(bare_words(text))),
     "format:emoji": emoji_after_sentences,
     "format:line_indent": stairs,
     "format:list": special_bullets,
     "format:newline": word_a_line,
     "format:no_bullets_bullets": sentences_then_bullets,
-    "format:no_whitespace": no_whitespace,
+    "format:no_whitespace": lambda text: not re.search(r"\s", text),
     "format:options": one_of_options,
-    "format:output_template": output_template,
+    "format:output_template": lambda text: all(heading in text for heading in TEMPLATE),
     "format:parentheses": nested_brackets,
     "format:quote_unquote": quotes_explained,
     "format:quotes": nested_quotes,
@@ -289,7 +246,9 @@ FORM_CHECKS: Mapping[str, Callable[..., bool]] = {
     "format:thesis": italic_thesis,
     "format:title_case": title_case,
     "repeat:repeat_change": repeats_changed,
-    "repeat:repeat_simple": repeats_sentence,
-    "repeat:repeat_span": repeats_span,
+    "repeat:repeat_simple": lambda text: text.strip().lower() == REPEATED.lower(),
+    "repeat:repeat_span": lambda text, *, prompt_to_repeat, n_start, n_end: (
+        text.lower().split() == prompt_to_repeat.lower().split()[int(n_start) : int(n_end)]
+    ),
 }
 """IFBench's names and arguments."""

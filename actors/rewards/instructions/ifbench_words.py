@@ -2,6 +2,8 @@
 
 Each is a function from a text to whether it follows."""
 
+# ruff: noqa: N803 - arguments are named as in the data of IFBench
+
 import re
 import string
 from collections import Counter
@@ -70,43 +72,13 @@ def endings(text: str) -> Counter[str]:
     return Counter(sentence.rstrip(_CLOSING)[-1:] for sentence in split_sentences(text))
 
 
-def word_count_range(text: str, *, min_words: float, max_words: float) -> bool:
-    """The number of words lies between the two."""
-    return min_words <= sum(1 for _ in _WORD.finditer(text)) <= max_words
-
-
-def unique_words(text: str, *, N: float) -> bool:  # noqa: N803 - IFBench's name
-    """At least so many words are different."""
-    return len(set(stripped_words(text))) >= N
-
-
-def conjunctions(text: str, *, small_n: float) -> bool:
-    """At least so many coordinating conjunctions are different."""
-    return len(CONJUNCTIONS.intersection(stripped_words(text))) >= small_n
-
-
-def person_names(text: str, *, N: float) -> bool:  # noqa: N803
-    """At least so many of IFBench's names of persons occur."""
-    return len(NAMES.intersection(_WORD.findall(text))) >= N
-
-
-def numbers(text: str, *, N: float) -> bool:  # noqa: N803
-    """Exactly so many numbers occur."""
-    return len(re.findall(r"\d+", text.translate(_WITHOUT_PUNCTUATION))) == N
-
-
-def pronouns(text: str, *, N: float) -> bool:  # noqa: N803
-    """At least so many personal pronouns occur."""
-    return sum(word in PRONOUNS for word in bare_words(text.replace("/", " "))) >= N
-
-
 def punctuation_cover(text: str) -> bool:
     """Every one of `.,!?;:` occurs, and the interrobang besides."""
     interrobang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
     return interrobang is not None and set(".,!?;:") <= set(text.replace(interrobang, "", 3))
 
 
-def every_nth_japanese(text: str, *, N: float) -> bool:  # noqa: N803
+def every_nth_japanese(text: str, *, N: float) -> bool:
     """Every Nth word is in Japanese, or a number."""
     words = (word.strip(string.punctuation) for word in text.split()[int(N) - 1 :: int(N)])
     return all(not word or word.isdigit() or _JAPANESE.search(word) for word in words)
@@ -157,26 +129,6 @@ def alphabet_loop(text: str) -> bool:
     return -1 not in letters and bool(letters) and all((a + 1) % 26 == b for a, b in pairwise(letters))
 
 
-def three_vowels(text: str) -> bool:
-    """It is one paragraph with at most three different vowels."""
-    return "\n" not in text.strip() and len(set("aeiou").intersection(text.lower())) <= 3
-
-
-def consonant_clusters(text: str) -> bool:
-    """Each word has two consonants together."""
-    return all(map(_CLUSTER.search, text.lower().split()))
-
-
-def palindromes(text: str) -> bool:
-    """At least ten words of five letters or more are palindromes."""
-    return sum(len(word) >= 5 and word == word[::-1] for word in bare_words(text)) >= 10
-
-
-def prime_lengths(text: str) -> bool:
-    """The length of each word is a prime number."""
-    return all(len(word) in PRIMES for word in bare_words(text))
-
-
 def starts_with_verb(text: str) -> bool:
     """The first word is a verb, as NLTK's tagger has it."""
     sentences = map(_package("nltk.tokenize").NLTKWordTokenizer().tokenize, split_sentences(text))
@@ -218,25 +170,10 @@ def alternating_syllables(text: str) -> bool:
     return all(a != b for a, b in pairwise(syllapy.count(word) % 2 for word in bare_words(text)))
 
 
-def limited_repeats(text: str, *, small_n: float) -> bool:
-    """No word occurs more often."""
-    return max(Counter(bare_words(text)).values(), default=0) <= small_n
-
-
-def no_consecutive_letters(text: str) -> bool:
-    """No word begins with the same letter as the word before."""
-    return all(a[0] != b[0] for a, b in pairwise(bare_words(text)))
-
-
 def last_word_first(text: str) -> bool:
     """Each sentence begins with the last word of the sentence before."""
     words = [stripped_words(sentence) for sentence in split_sentences(text)]
     return all(a and b and a[-1] == b[0] for a, b in pairwise(words))
-
-
-def paragraphs_end_as_they_begin(text: str) -> bool:
-    """Each line ends with the word that it begins with."""
-    return all(words[0] == words[-1] for words in map(stripped_words, text.split("\n")) if words)
 
 
 def second_and_last_but_one(text: str, *, keyword: str) -> bool:
@@ -249,11 +186,6 @@ def keyword_at(text: str, *, keyword: str, n: float, m: float) -> bool:
     """The keyword is the mth of words and marks of punctuation in the nth sentence."""
     found = _nth(tokens(_nth(split_sentences(text), n)), m)
     return found == keyword.strip()
-
-
-def keyword_in_sentence(text: str, *, word: str, N: float) -> bool:  # noqa: N803
-    """The keyword occurs in the Nth sentence."""
-    return word.lower() in _nth(split_sentences(text), N).lower()
 
 
 def increasing_alliteration(text: str) -> bool:
@@ -281,14 +213,20 @@ def _nth(parts: Iterable[str], n: float) -> str:
 
 
 WORD_CHECKS: Mapping[str, Callable[..., bool]] = {
-    "count:conjunctions": conjunctions,
+    "count:conjunctions": lambda text, *, small_n: (
+        len(CONJUNCTIONS.intersection(stripped_words(text))) >= small_n
+    ),
     "count:keywords_multiple": keywords_multiple,
-    "count:numbers": numbers,
-    "count:person_names": person_names,
-    "count:pronouns": pronouns,
+    "count:numbers": lambda text, *, N: len(re.findall(r"\d+", text.translate(_WITHOUT_PUNCTUATION))) == N,
+    "count:person_names": lambda text, *, N: len(NAMES.intersection(_WORD.findall(text))) >= N,
+    "count:pronouns": lambda text, *, N: (
+        sum(word in PRONOUNS for word in bare_words(text.replace("/", " "))) >= N
+    ),
     "count:punctuation": punctuation_cover,
-    "count:unique_word_count": unique_words,
-    "count:word_count_range": word_count_range,
+    "count:unique_word_count": lambda text, *, N: len(set(stripped_words(text))) >= N,
+    "count:word_count_range": lambda text, *, min_words, max_words: (
+        min_words <= sum(1 for _ in _WORD.finditer(text)) <= max_words
+    ),
     "count:words_japanese": every_nth_japanese,
     "ratio:overlap": trigram_overlap,
     "ratio:sentence_balance": sentence_balance,
@@ -297,19 +235,25 @@ WORD_CHECKS: Mapping[str, Callable[..., bool]] = {
     "ratio:stop_words": stop_words,
     "sentence:alliteration_increment": increasing_alliteration,
     "sentence:increment": increasing_sentences,
-    "sentence:keyword": keyword_in_sentence,
+    "sentence:keyword": lambda text, *, word, N: word.lower() in _nth(split_sentences(text), N).lower(),
     "words:alphabet": alphabet_loop,
-    "words:consonants": consonant_clusters,
+    "words:consonants": lambda text: all(map(_CLUSTER.search, text.lower().split())),
     "words:keywords_specific_position": keyword_at,
     "words:last_first": last_word_first,
-    "words:no_consecutive": no_consecutive_letters,
+    "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(bare_words(text))),
     "words:odd_even_syllables": alternating_syllables,
-    "words:palindrome": palindromes,
-    "words:paragraph_last_first": paragraphs_end_as_they_begin,
-    "words:prime_lengths": prime_lengths,
-    "words:repeats": limited_repeats,
+    "words:palindrome": lambda text: (
+        sum(len(word) >= 5 and word == word[::-1] for word in bare_words(text)) >= 10
+    ),
+    "words:paragraph_last_first": lambda text: all(
+        words[0] == words[-1] for words in map(stripped_words, text.split("\n")) if words
+    ),
+    "words:prime_lengths": lambda text: all(len(word) in PRIMES for word in bare_words(text)),
+    "words:repeats": lambda text, *, small_n: max(Counter(bare_words(text)).values(), default=0) <= small_n,
     "words:start_verb": starts_with_verb,
-    "words:vowel": three_vowels,
+    "words:vowel": lambda text: (
+        "\n" not in text.strip() and len(set("aeiou").intersection(text.lower())) <= 3
+    ),
     "words:words_position": second_and_last_but_one,
 }
 """IFBench's names and arguments."""

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from actors.episodes.task import JSON, Answer
 from actors.rewards.base import RewardError, Scored
 from actors.rewards.final_text import without_reasoning
-from actors.rewards.instructions import words
 from actors.rewards.instructions.ifbench_form import FORM_CHECKS
 from actors.rewards.instructions.ifbench_words import WORD_CHECKS
-from actors.rewards.instructions.words import holds
+from actors.rewards.instructions.words import TEXT_CHECKS, holds
 
 _FENCE = re.compile(r"\A```(?:json)?+(.*)```\Z", re.DOTALL | re.IGNORECASE)
 _BULLET = re.compile(r"^[^\S\n]*+(?:\*(?!\*)|-(?!-)|[+•])\s*+\S.*$", re.MULTILINE)
@@ -33,30 +32,10 @@ def is_json(text: str) -> bool:
     return True
 
 
-def has_title(text: str) -> bool:
-    """There is a title in double angular brackets, <<so>>."""
-    return any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text))
-
-
-def number_of_bullets(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines are bullet points, with `*`, `-`, `+` or `•`."""
-    return len(_BULLET.findall(text)) == num_bullets
-
-
 def number_of_highlights(text: str, *, num_highlights: int) -> bool:
     """At least so many parts are *highlighted* or **so**."""
     found = [single or double for double, single in _HIGHLIGHT.findall(text)]
     return sum(bool(part.strip()) for part in found) >= num_highlights
-
-
-def number_of_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections begin with the splitter and a number, as `Section 1`."""
-    return len(re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
-
-
-def number_of_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least so many placeholders are in square brackets, as [address]."""
-    return holds(len(re.findall(r"\[[^\[\]]+\]", text)), "at least", num_placeholders)
 
 
 def has_postscript(text: str, *, postscript_marker: str) -> bool:
@@ -67,26 +46,11 @@ def has_postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(rf"^[^\S\n]*+{marker}", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def constrained(text: str) -> bool:
-    """One of the three allowed answers occurs: `My answer is yes.`, `... no.` or `... maybe.`."""
-    return any(allowed in text for allowed in CONSTRAINED)
-
-
 def two_responses(text: str) -> bool:
     """Two different answers are separated by `******`."""
     parts = [part.strip() for part in text.split(RESPONSES)]
     found = [part for part in parts if part]
     return len(found) == 2 and found[0] != found[1] and all(parts[1:-1])
-
-
-def repeats_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """The answer begins with the prompt, word for word but for case."""
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def ends_with(text: str, *, end_phrase: str) -> bool:
-    """The answer ends with the phrase; quotation marks around the answer and case do not count."""
-    return text.strip().strip('"').strip().lower().endswith(end_phrase.strip().lower())
 
 
 def is_quoted(text: str) -> bool:
@@ -96,30 +60,31 @@ def is_quoted(text: str) -> bool:
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
-    "change_case:capital_word_frequency": words.capital_word_frequency,
-    "change_case:english_capital": words.all_capital,
-    "change_case:english_lowercase": words.all_lowercase,
-    "combination:repeat_prompt": repeats_prompt,
+    "combination:repeat_prompt": lambda text, *, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
     "combination:two_responses": two_responses,
-    "detectable_content:number_placeholders": number_of_placeholders,
+    "detectable_content:number_placeholders": lambda text, *, num_placeholders: holds(
+        len(re.findall(r"\[[^\[\]]+\]", text)), "at least", num_placeholders
+    ),
     "detectable_content:postscript": has_postscript,
-    "detectable_format:constrained_response": constrained,
+    "detectable_format:constrained_response": lambda text: any(allowed in text for allowed in CONSTRAINED),
     "detectable_format:json_format": is_json,
-    "detectable_format:multiple_sections": number_of_sections,
-    "detectable_format:number_bullet_lists": number_of_bullets,
+    "detectable_format:multiple_sections": lambda text, *, section_spliter, num_sections: (
+        len(re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (
+        len(_BULLET.findall(text)) == num_bullets
+    ),
     "detectable_format:number_highlighted_sections": number_of_highlights,
-    "detectable_format:title": has_title,
-    "keywords:existence": words.keywords_exist,
-    "keywords:forbidden_words": words.forbidden_words,
-    "keywords:frequency": words.keyword_frequency,
-    "keywords:letter_frequency": words.letter_frequency,
-    "length_constraints:nth_paragraph_first_word": words.nth_paragraph_first_word,
-    "length_constraints:number_paragraphs": words.number_of_paragraphs,
-    "length_constraints:number_sentences": words.number_of_sentences,
-    "length_constraints:number_words": words.number_of_words,
-    "punctuation:no_comma": words.no_comma,
-    "startend:end_checker": ends_with,
+    "detectable_format:title": lambda text: any(
+        title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)
+    ),
+    "startend:end_checker": lambda text, *, end_phrase: (
+        text.strip().strip('"').strip().lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": is_quoted,
+    **TEXT_CHECKS,
     **WORD_CHECKS,
     **FORM_CHECKS,
 }
@@ -186,6 +151,7 @@ def _refuse_unreadable(answer: Answer, name: str, arguments: Mapping[str, JSON])
     try:
         check(CONTROL, **arguments)
     except (TypeError, ValueError, AttributeError) as error:
+        reason = str(error).removeprefix("<lambda>() ")
         raise RewardError(
-            f"task {answer.task_id}: the instruction {name!r} cannot be checked: {error}"
+            f"task {answer.task_id}: the instruction {name!r} cannot be checked: {reason}"
         ) from error

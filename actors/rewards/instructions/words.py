@@ -1,7 +1,7 @@
 """Instructions about words, letters and length, each a function from a text to whether it follows."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 Relation = Literal["at least", "less than"]
@@ -27,16 +27,6 @@ def occurrences(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
-def keywords_exist(text: str, *, keywords: Sequence[str]) -> bool:
-    """Every keyword occurs."""
-    return all(occurrences(text, word) for word in _listed(keywords))
-
-
-def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: Relation) -> bool:
-    """The keyword occurs so often."""
-    return holds(occurrences(text, keyword), relation, frequency)
-
-
 def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
     """None of the words occurs."""
     return not any(occurrences(text, word) for word in _listed(forbidden_words))
@@ -47,16 +37,6 @@ def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation
     if len(letter) != 1:
         raise ValueError(f"{letter!r} is not one letter")
     return holds(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def number_of_words(text: str, *, num_words: int, relation: Relation) -> bool:
-    """The text has so many words."""
-    return holds(len(_WORD.findall(text)), relation, num_words)
-
-
-def number_of_sentences(text: str, *, num_sentences: int, relation: Relation) -> bool:
-    """The text has so many sentences."""
-    return holds(count_sentences(text), relation, num_sentences)
 
 
 def count_sentences(text: str) -> int:
@@ -91,27 +71,34 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
     return begin is not None and begin[0].lower() == first_word.strip().lower()
 
 
-def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: Relation) -> bool:
-    """So many words have capital letters only."""
-    return holds(sum(word.isupper() for word in _WORD.findall(text)), capital_relation, capital_frequency)
-
-
-def all_capital(text: str) -> bool:
-    """Every letter is a capital."""
-    return text.isupper()
-
-
-def all_lowercase(text: str) -> bool:
-    """No letter is a capital."""
-    return text.islower()
-
-
-def no_comma(text: str) -> bool:
-    """There is no comma."""
-    return "," not in text
-
-
 def _listed(words: Sequence[str]) -> Sequence[str]:
     if isinstance(words, str) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{words!r} is no list of words")
     return words
+
+
+TEXT_CHECKS: Mapping[str, Callable[..., bool]] = {
+    "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: holds(
+        sum(word.isupper() for word in _WORD.findall(text)), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda text: text.isupper(),
+    "change_case:english_lowercase": lambda text: text.islower(),
+    "keywords:existence": lambda text, *, keywords: all(
+        occurrences(text, word) for word in _listed(keywords)
+    ),
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:frequency": lambda text, *, keyword, frequency, relation: holds(
+        occurrences(text, keyword), relation, frequency
+    ),
+    "keywords:letter_frequency": letter_frequency,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "length_constraints:number_paragraphs": number_of_paragraphs,
+    "length_constraints:number_sentences": lambda text, *, num_sentences, relation: holds(
+        count_sentences(text), relation, num_sentences
+    ),
+    "length_constraints:number_words": lambda text, *, num_words, relation: holds(
+        len(_WORD.findall(text)), relation, num_words
+    ),
+    "punctuation:no_comma": lambda text: "," not in text,
+}
+"""IFEval's names and arguments."""
