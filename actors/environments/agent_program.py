@@ -77,7 +77,6 @@ def _check_command(setting: str, command: str, arguments: Sequence[str]) -> None
 
 
 def _script(arguments: Sequence[str]) -> str | None:
-    """Return the script that a command has Python run; None for any other command."""
     if not Path(arguments[0]).name.startswith("python"):
         return None
     options = _options(arguments)

@@ -128,7 +128,6 @@ def checked_call(tools: Mapping[str, Tool], name: str, arguments: Arguments, cal
 
 
 def _fault(schema: Mapping[str, JSON], arguments: Arguments) -> str:
-    """Return what is wrong with arguments; nothing is an empty text."""
     properties, required = schema.get("properties"), schema.get("required")
     known = properties if isinstance(properties, Mapping) else {}
     for name in required if isinstance(required, Sequence) else []:

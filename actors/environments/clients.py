@@ -305,7 +305,6 @@ class ClientsEnvironment:
         return self._programs[program]
 
     def _refuse_stranger(self, request: web.Request) -> None:
-        """Raise `RefusedError` for a client that does not know the token."""
         token = self.token
         if token is None or any(compare_digest(key.encode(), token.encode()) for key in keys_of(request)):
             return

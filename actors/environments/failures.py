@@ -42,7 +42,6 @@ class _Failures:
 
     @property
     def failed(self) -> Counter[str]:
-        """Return how many of the latest rollouts each of the two failed."""
         return Counter(what for what in self.recent if what != WORKED)
 
 
@@ -193,7 +192,6 @@ class EnvironmentFailures:
 
 
 def _counted(of: _Failures) -> str:
-    """Return how many of the latest rollouts failed, and by what."""
     what = " and ".join(
         f"{number} failed by {'their reward' if kind == 'reward' else 'their environment'}"
         for kind, number in of.failed.most_common()

@@ -189,7 +189,6 @@ def _is_episode(outcome: object) -> bool:
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the first error of a group, however deep it lies."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

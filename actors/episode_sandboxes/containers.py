@@ -334,7 +334,6 @@ class _Stream:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the command wrote more than it may."""
         return any(len(output) > self._limit for output in self.outputs.values())
 
     async def read(self, timeout_s: float) -> bool:
@@ -345,7 +344,6 @@ class _Stream:
         return self._reading.done()
 
     async def close(self) -> None:
-        """Read no more."""
         await cancelled(self._reading)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

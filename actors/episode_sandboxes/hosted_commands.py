@@ -165,7 +165,6 @@ class ScriptedSandbox:
         await end_sandbox(self._hosted)
 
     async def _answer(self, place: str, command: Command) -> re.Match[str]:
-        """Begin a command, and wait for its answer."""
         ends_s = time.monotonic() + command.timeout_s + GRACE_S / 2
         if command.stdin:
             await self._hosted.put(f"{place}/in", command.stdin)

@@ -247,15 +247,12 @@ class KubernetesBackend:
 
 @dataclass(frozen=True, slots=True)
 class _WayOut:
-    """Where pods may go."""
-
     host: str
     port: int
     addresses: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Return the name of the policy, which pods have as a label; other ways have other names."""
         told = " ".join((*self.addresses, str(self.port)))
         return f"{APP}-{blake2b(told.encode(), digest_size=8).hexdigest()}"
 
@@ -264,7 +261,6 @@ class _WayOut:
         return [{"ip": one, "hostnames": [self.host]} for one in self.addresses if one != self.host]
 
     def policy(self) -> JSON:
-        """Return the policy that lets pods out to these addresses."""
         blocks = [{"ipBlock": {"cidr": str(ip_network(address))}} for address in self.addresses]
         return {
             **POLICY,
@@ -278,7 +274,6 @@ class _WayOut:
 
 
 async def _addresses(host: str) -> tuple[str, ...]:
-    """Return the addresses of a host. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return tuple(sorted({str(one[4][0]) for one in found}))
 
@@ -342,8 +337,6 @@ class Pod:
 
 
 class _Exchange:
-    """The input and output of one command."""
-
     def __init__(
         self,
         stream: aiohttp.ClientWebSocketResponse,

@@ -232,11 +232,9 @@ class _Output(asyncio.Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the command wrote more than it may."""
         return len(self.data) > self._limit
 
     def data_received(self, data: bytes) -> None:
-        """Keep it, or stop the command."""
         if self.is_over:
             return
         self.data += data
@@ -244,7 +242,6 @@ class _Output(asyncio.Protocol):
             self._stop()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Note that nobody writes any more."""
         if not self.ended.done():
             self.ended.set_result(None)
 

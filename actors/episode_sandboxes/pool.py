@@ -82,7 +82,6 @@ class SandboxPool:
             return EpisodeSandbox(await self._backend.start(image, limits, gateway), room.pop_all())
 
     async def _ended(self, sandbox: EpisodeSandbox) -> None:
-        """End a sandbox to the end, also for a caller that is cancelled meanwhile."""
         ending = asyncio.create_task(sandbox.close(), name="end of a sandbox")
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)

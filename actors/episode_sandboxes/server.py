@@ -47,8 +47,6 @@ LARGEST_BODY = LARGEST_SNAPSHOT + (1 << 20)
 
 @dataclass(slots=True)
 class _Lent:
-    """A sandbox that a client has."""
-
     sandbox: EpisodeSandbox
     opened: AsyncExitStack
     used_s: float = field(default_factory=time.monotonic)

@@ -69,8 +69,6 @@ KEPT_SETS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Reward and versions of one answer to a prompt."""
-
     reward: float | None
     """None where something around the policy failed, so that no reward says anything about it."""
     versions: frozenset[int] = frozenset()
@@ -440,7 +438,6 @@ def _versions(episode: Episode, others: Set[str]) -> frozenset[int]:
 
 
 def _tasks(data_set: str, prompts: Sequence[Prompt], samples: int) -> list[Task]:
-    """Return `samples` tasks for each prompt, those of one prompt next to each other."""
     name = f"heldout-{data_set}-" if data_set else "heldout-"
     return [
         Task.of(prompt, f"{name}{number}" + (f".{sample}" if samples > 1 else ""), heldout=True)

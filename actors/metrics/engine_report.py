@@ -70,7 +70,6 @@ class EngineReport:
         }
 
     def _rate(self) -> float:
-        """Return the tokens a second of the last whole window."""
         (before, tokens), now = self._seen, time.monotonic()
         if now - before > WINDOW_S:
             generated = self._engine.tokens_generated

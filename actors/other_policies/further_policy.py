@@ -128,8 +128,6 @@ class FurtherPolicy:
 
 
 class _Parts(NamedTuple):
-    """What keeps the engines of a policy at its newest weights."""
-
     engine: Fleet
     follower: PolicyFollower
     probe: ProbeCheck
@@ -219,7 +217,6 @@ class PolicyOpener:
     def _builds(
         self, name: str, config: EngineConfig, model: Path, served: ServedAdapters | None
     ) -> Mapping[str, Build]:
-        """Return what builds each engine, on GPUs after those of all others of this process."""
         gpus = {f"{name}-{number}": gpu for number, gpu in enumerate(self._gpus[name])}
         return engine_builds(
             config, model, gpus, self._logs,

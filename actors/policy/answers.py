@@ -69,8 +69,6 @@ class ParsedAnswer:
 
 @dataclass(slots=True)
 class _Parts:
-    """What was read so far."""
-
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[WrittenCall] = field(default_factory=list)

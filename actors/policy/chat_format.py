@@ -233,8 +233,6 @@ class Context:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prompt:
-    """A chat that was rendered as a whole."""
-
     token_ids: np.ndarray
     in_reasoning: bool
     images: tuple[PlacedImage, ...]

@@ -359,7 +359,6 @@ class Policy:
         return next((strand for strand in self._of(call) if strand.begins(token_ids, images)), None)
 
     def _of(self, call: Call) -> list[Strand]:
-        """Return the strands of the call's agent, the newest first."""
         whose = call.agent, call.policy
         return [strand for strand in reversed(self._strands) if (strand.agent, strand.policy) == whose]
 

@@ -284,7 +284,6 @@ class _Written(asyncio.Protocol):
     is_over = False
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Note it, also where nobody has read what was written."""
         self.is_over = True
 
 

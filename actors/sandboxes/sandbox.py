@@ -192,7 +192,6 @@ class _Pipe(NamedTuple):
 
 
 def _pipe(ours: ExitStack, sent: ExitStack) -> _Pipe:
-    """Open a pipe; each end is closed by its stack."""
     read_end, write_end = os.pipe()
     sent.callback(os.close, write_end)
     return _Pipe(ours.enter_context(os.fdopen(read_end, "rb", buffering=0)), write_end)

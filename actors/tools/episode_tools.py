@@ -95,7 +95,6 @@ class _HeldState:
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing holds it open any more."""
         return self._holder.done()
 
     async def state(self) -> EpisodeState:

@@ -147,15 +147,12 @@ class _LoopThread:
         self._thread.start()
 
     def wait_for(self, work: Coroutine[object, object, T]) -> T:
-        """Do something there, and wait for it in this thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def run(self, work: Coroutine[object, object, T]) -> T:
-        """Do something there, and wait for it in another loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def end(self, session: "_Session") -> None:
-        """Close the session, and end the thread."""
         asyncio.run_coroutine_threadsafe(session.close(), self._loop).result(END_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_TIMEOUT_S)
@@ -238,7 +235,6 @@ class _Session:
             await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """End the session; the next use opens another one."""
         await cancelled(*self._pings)
         await _ended(self._holder)
 

@@ -81,8 +81,6 @@ def beside(base: Weights, adapters: Weights) -> Weights:
 
 
 class _Adapted(NamedTuple):
-    """A frozen weight and its adapter."""
-
     name: str
     weight: HostTensor
     a: HostTensor
@@ -135,8 +133,6 @@ def _merged(scale: float, like: NewWords, one: _Adapted) -> HostTensor:
 
 @dataclass(frozen=True)
 class _Base:
-    """The base that was fetched last from one source."""
-
     digest: str
     weights: Weights
 

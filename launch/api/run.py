@@ -161,17 +161,14 @@ class Run:
             configure_logging("warning")
 
     def __repr__(self) -> str:
-        """Return the name of the run and how it is."""
         return f"<Run {self.name!r}, {self.status().state}, in {self.path}>"
 
     def __enter__(self) -> Self:
-        """Return the run, which stops at the end of the block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop the run if it still goes on."""
         self.stop()
 
     @property

@@ -134,7 +134,6 @@ class Trial:
         return "cut off at its limit" if reason == "length" else f"ended as {reason}"
 
     def _calls(self, completion: Completion) -> list[str]:
-        """Return the parts of an answer that are no plain content."""
         shown = [] if completion.reasoning is None else [f"--- reasoning: {completion.reasoning!r}"]
         shown += [f"--- call: {call.name} {call.arguments}" for call in completion.tool_calls]
         return shown + [f"--- malformed call: {text!r}" for text in completion.malformed_calls]
@@ -150,7 +149,6 @@ class Trial:
 
 
 def _account(trajectories: Sequence[AgentTrajectory], seconds: float) -> str:
-    """Return the numbers of a rollout in a line."""
     turns = sum(len(one.turns) for one in trajectories)
     trained = sum(int(one.loss_mask.sum()) for one in trajectories)
     tokens = sum(len(one.token_ids) for one in trajectories)

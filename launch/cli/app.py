@@ -262,7 +262,6 @@ ShowToken = Annotated[
 
 
 def _log_parameter(name: str, variable: str, choices: str) -> Parameter:
-    """Return an option of the log whose help fits a line."""
     said = f"{choices}. [${variable}]"
     return Parameter(
         name=name, group=SHORT, env_var=variable, help=said, show_env_var=False, show_choices=False

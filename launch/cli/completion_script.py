@@ -197,7 +197,6 @@ SHELLS = {
 
 
 def _tables() -> tuple[Table, Table]:
-    """Return what may follow each command, and the values of each flag that has only some."""
     words, values = {"launch": _names(app)}, dict(_fixed_values())
     for path, command in _commands(app, ""):
         if command.default_command is None:
@@ -275,7 +274,6 @@ def _plain(location: tuple[str, ...], field: FieldInfo) -> dict[str, list[str]]:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the values of a setting that has only some."""
     kinds = (annotation, *get_args(annotation))
     return [str(one) for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
 

@@ -43,8 +43,6 @@ def template(name: str, active: Mapping[str, Any], *, everything: bool) -> str:
 
 
 class _Template:
-    """Writes each setting once: the common ones, those that are active, and the rest."""
-
     def __init__(self, active: Mapping[str, Any]) -> None:
         self._active = {location: value for location, value in leaves(active) if value != {}}
         self._written: set[Location] = set()

@@ -333,6 +333,5 @@ def gateway(  # noqa: PLR0913 - each is a flag
 
 
 def _clients(listening: Mapping[str, Any], reward: str | None) -> dict[str, Any]:
-    """Return the settings of an actor whose episodes are led by clients."""
     gateway = {name: value for name, value in listening.items() if value is not None}
     return {"actors": {"environment": {"type": "clients", "gateway": gateway, "reward": reward or "posted"}}}

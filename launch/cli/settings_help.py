@@ -177,7 +177,6 @@ def _variable(key: str) -> Iterator[str]:
 
 
 def _default(field: FieldInfo) -> Iterator[str]:
-    """Yield the default of a plain setting in brackets, if it says anything."""
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is not None and value != () and value != {} and value != "" and not field.is_required():
         yield f"[{str(value).lower() if isinstance(value, bool) else value}]"

@@ -244,7 +244,6 @@ def _wanted(query: Mapping[str, str]) -> TrajectoryFilter:
 
 
 def _number(name: str, text: str) -> float:
-    """Return a number of a query. Raises `ConfigError` for what is none."""
     try:
         return float(text)
     except ValueError as error:
@@ -252,7 +251,6 @@ def _number(name: str, text: str) -> float:
 
 
 def _whole(name: str, text: str, least: int = 0, most: int = LARGEST_NUMBER) -> int:
-    """Return a whole number of a query. Raises `ConfigError` for what is none, or is out of bounds."""
     if text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most:
         return int(text)
     raise ConfigError(f"{name}={text[:40]}: it is a whole number from {least} to {most}")
@@ -303,5 +301,4 @@ async def _body(request: Request, most_bytes: int) -> bytes:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    """Answer with the message of an error that its user can mend."""
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, ConfigError) else 503)

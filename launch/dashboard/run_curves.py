@@ -37,7 +37,6 @@ class _Values:
         np.maximum.at(self.high, at, values)
 
     def halve(self) -> None:
-        """Make one interval of each two."""
         empty = _Values()
         for name, join in (
             ("count", np.add), ("sum", np.add), ("low", np.minimum), ("high", np.maximum),
@@ -70,7 +69,6 @@ class Buckets:
         self._values: dict[str, _Values] = {}
 
     def __len__(self) -> int:
-        """Return the number of intervals up to the last step."""
         return 0 if self.last < 0 else self.last // self.width + 1
 
     @property

@@ -58,7 +58,6 @@ def _load(config: uvicorn.Config, address: Address) -> None:
 
 
 async def _end(server: uvicorn.Server, serving: "asyncio.Task[None]", stop: asyncio.Event) -> None:
-    """Have the server end on `stop`."""
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -70,7 +69,6 @@ class _DashboardServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
         yield
 
 

@@ -98,7 +98,6 @@ def _seconds(row: Record, name: str) -> float:
 
 
 def _tail(path: Path) -> Iterator[Record]:
-    """Yield the rows at the end of a file, which may be missing."""
     if not path.exists():
         return
     with path.open("rb") as file:

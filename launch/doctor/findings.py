@@ -27,7 +27,6 @@ class Finding:
     """What to do, for everything that is not ok."""
 
     def __str__(self) -> str:
-        """Return it as lines for a terminal."""
         head = f"{self.level:<8} {self.check:<13} {self.found}"
         lines = textwrap.wrap(head, WIDTH, subsequent_indent=INDENT, break_on_hyphens=False)
         if self.remedy:

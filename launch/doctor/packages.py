@@ -132,7 +132,6 @@ def _version(package: str) -> str | None:
 
 
 def _output(command: list[str]) -> str:
-    """Return the last line that a program writes, or why it wrote none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -173,7 +173,6 @@ def _mean(of_prompts: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _passes(data_set: EvaluationSetConfig, of_prompts: Sequence[Sequence[float]]) -> dict[str, Estimate]:
-    """Return pass@k and pass^k over the prompts that have at least k answers."""
     right = [(len(rewards), sum(one >= data_set.solved_at for one in rewards)) for rewards in of_prompts]
     scores = {}
     for k in data_set.ks:
@@ -217,8 +216,6 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class _Set:
-    """A data set with its prompts."""
-
     settings: EvaluationSetConfig
     prompts: Sequence[Prompt]
     count: int | None
@@ -230,8 +227,6 @@ class _Set:
 
 @dataclass(frozen=True)
 class _Asked:
-    """One answer that is still to be had."""
-
     data_set: EvaluationSetConfig
     number: int
     sample: int
@@ -282,8 +277,6 @@ def _without_training(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class _Asking:
-    """Asks for answers, one at a time or several."""
-
     model: AnsweringModel
     policies: Mapping[Sampling, Policy]
     environment: Environment

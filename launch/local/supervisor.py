@@ -251,7 +251,6 @@ class Supervisor:
         return self._logs / f"{part.name}.log"
 
     def _latest_output(self, part: Part) -> str:
-        """Return the end of what the part's latest process wrote."""
         with self._log_file(part).open("rb") as written:
             size = written.seek(0, 2)
             written.seek(max(part.log_start, size - TAIL_BYTES))

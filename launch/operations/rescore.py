@@ -71,7 +71,6 @@ class Rescoring:
         return {**values, **asdict(self.comparison)}
 
     def __str__(self) -> str:
-        """Return the result as text for the terminal."""
         to = self.comparison
         correlation = "not defined" if to.rank_correlation is None else f"{to.rank_correlation:.3f}"
         rows = (f"  was {r.old}: {r.trajectories}, now {r.mean_new:.4g} on average" for r in to.by_old)

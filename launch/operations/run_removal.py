@@ -40,7 +40,6 @@ class Holdings:
     directory_bytes: int = 0
 
     def __str__(self) -> str:
-        """Return one line for each stream and for the directory."""
         lines = [f"{name} on the bus: {size / 1e6:.1f} MB" for name, size in sorted(self.streams.items())]
         if self.directory is not None:
             lines.append(f"{self.directory}: {self.directory_bytes / 1e6:.1f} MB")

@@ -172,7 +172,6 @@ def _layers_of_stage(layers: int, stages: int, stage: int) -> range:
 
 
 def _counts(pairs: Iterable[tuple[Weight, int]], model: Model, parallel: ParallelConfig) -> _Counts:
-    """Add up the elements of weights that one rank has."""
     shared = experts = 0
     for one, elements in pairs:
         if one.sharing == "expert":

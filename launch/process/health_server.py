@@ -62,8 +62,6 @@ def metrics_text(state: ProcessState) -> bytes:
 
 
 class _Sluice(Collector):
-    """Makes metrics of a process's state, each labelled with the run and the role."""
-
     def __init__(self, state: ProcessState) -> None:
         self._state = state
 
@@ -212,7 +210,6 @@ class _ProbeServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -223,7 +220,6 @@ class _ProbeServer(ThreadingHTTPServer):
         log.debug("health_request_failed", client=str(client_address), exc_info=True)
 
     def answer(self, path: str) -> Answer:
-        """Return what a request for `path` is answered."""
         match path:
             case "/healthz":
                 return self._health()
@@ -255,15 +251,12 @@ class _ProbeServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD."""
-
     server: _ProbeServer
     timeout = REQUEST_TIMEOUT_S
     server_version = "sluice"
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer a request."""
         status, kind, body = self.server.answer(self.path.partition("?")[0])
         self.send_response(status)
         self.send_header("Content-Type", kind)

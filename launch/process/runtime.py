@@ -82,7 +82,6 @@ def fail(*errors: BaseException) -> NoReturn:
 
 
 def _status(error: BaseException) -> int:
-    """Return the exit status of a process that ends with `error`."""
     from bus.waiting import is_away  # it imports nats, and --help is to be quick
 
     if isinstance(error, ConfigError):

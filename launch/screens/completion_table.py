@@ -25,7 +25,6 @@ class CompletionTable:
     """Makes lines of the objects of `launch tail`; the first one has the names of the columns above it."""
 
     def __init__(self, width: int | None = None) -> None:
-        """Fill `width` characters, by default those of the terminal."""
         self._width = width or shutil.get_terminal_size((WIDTH, 24)).columns
         self._sizes: dict[str, int] = {}
         """Characters of each column, from the first trajectory on."""
@@ -43,7 +42,6 @@ class CompletionTable:
 
 
 def _sizes(width: int, *, has_parts: bool) -> dict[str, int]:
-    """Return the characters of each column that a line of this width shows."""
     sizes = COLUMNS if has_parts else {name: size for name, size in COLUMNS.items() if name != "parts"}
     for dropped in DROPPED:
         if width - sum(sizes.values()) - len(sizes) >= LEAST_TEXT:

@@ -262,6 +262,5 @@ def _value(value: Json) -> str:
 
 
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield what each part of a run's directory takes, in bytes."""
     for part in sorted(path.iterdir()):
         yield part.name, bytes_of(part)

@@ -316,7 +316,6 @@ def _file_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _counts(values: Mapping[str, Json], key: str) -> dict[str, int]:
-    """Return a table of counts by name; empty when it is missing."""
     found = values.get(key)
     return {name: integer(found, name) for name in found} if isinstance(found, dict) else {}
 

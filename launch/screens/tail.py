@@ -59,8 +59,6 @@ async def tail_run(
 
 
 class _Tail:
-    """Shows what a search finds."""
-
     def __init__(
         self, source: TrajectorySource, search: Search, options: TailOptions,
         show: Callable[[dict[str, Json]], None],

@@ -311,7 +311,6 @@ def _activity(process: HeardProcess, silence_s: float) -> str:
 
 
 def _alarm(process: HeardProcess) -> str:
-    """Return what the process says is wrong, such as an engine with other weights than it should have."""
     return str(process.status.values.get("alarm", ""))
 
 

@@ -53,7 +53,6 @@ def hidden_files(config: RunConfig) -> Iterator[Path]:
 
 
 def _runs(config: RunConfig) -> Iterator[Path]:
-    """Yield the directory of all runs, or each run where programs work and import in that directory too."""
     yield config.directory / config.run
     if _is_needed(config.directory):
         yield from run_directories(config.directory)

@@ -41,7 +41,6 @@ def sources_of(
 
 
 def _types(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each `type` in a table and in those below it."""
     below = {name: _types(value) for name, value in table.items() if isinstance(value, Mapping)}
     own = {"type": table["type"]} if isinstance(table.get("type"), str) else {}
     return own | {name: found for name, found in below.items() if found}

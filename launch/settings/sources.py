@@ -89,6 +89,5 @@ def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_another_type(below: Mapping[str, Any], value: Layer) -> bool:
-    """Return whether a table replaces the one below it, whose settings are then no longer there."""
     before = below.get("type")
     return isinstance(before, _Leaf) and value.get("type", before.value) != before.value

@@ -120,7 +120,6 @@ def file_keys(root: Model, location: Sequence[str]) -> Iterator[str]:
 
 
 def _is_by_name(root: Model, location: Sequence[str]) -> bool:
-    """Return whether a setting holds tables by names of the user's."""
     field = settings_at(root, location[:-1]).get(location[-1])
     return field is not None and get_origin(field.annotation) is dict
 

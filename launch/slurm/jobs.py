@@ -185,7 +185,6 @@ def submit(jobs: Jobs) -> str:
 
 
 def _sbatch(*arguments: str) -> str:
-    """Submit a script, and return the number of its job."""
     try:
         return _ask("sbatch", "--parsable", *arguments).partition(";")[0]
     except ConfigError as error:
@@ -193,7 +192,6 @@ def _sbatch(*arguments: str) -> str:
 
 
 def _ask(*command: str) -> str:
-    """Return what a command of Slurm prints. Raises `ConfigError` with its message if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired as error:

@@ -149,8 +149,6 @@ def _writer(suffix: str, path: Path, *, token_ids: bool) -> Writer:
 
 
 class _JsonLines:
-    """Writes an object a line."""
-
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
 

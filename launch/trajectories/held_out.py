@@ -71,7 +71,6 @@ class _HeldOutGroups:
         self._training = training
 
     async def leases(self) -> list[int]:
-        """Return the numbers of the groups, ascending."""
         return await asyncio.to_thread(self._store.numbers)
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:

@@ -133,7 +133,6 @@ class _StoredGroups:
         self._is_fresh = True
 
     async def leases(self) -> list[int]:
-        """Return the leases of the groups that are complete by now, ascending."""
         return await asyncio.to_thread(self._leases)
 
     def _leases(self) -> list[int]:
@@ -223,7 +222,6 @@ class _SentGroups:
         self._shards = shards
 
     async def leases(self) -> list[int]:
-        """Return the leases of the latest complete groups, ascending."""
         found = [await self._latest(shard) for shard in range(self._shards)]
         return sorted(lease for leases in found for lease in leases)
 

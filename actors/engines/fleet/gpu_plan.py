@@ -49,8 +49,6 @@ def gpus_used(engine: EngineConfig, first_gpus: tuple[int, ...]) -> set[int]:
 
 
 class _Count:
-    """Counts the GPUs that engines before have."""
-
     def __init__(self) -> None:
         self._taken = 0
 

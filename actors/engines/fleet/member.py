@@ -363,7 +363,6 @@ class Member:
             await engine.start()
 
     async def _interrupt(self, life: EngineState) -> None:
-        """Have the engine hand out what it has sampled of all its requests."""
         await asyncio.sleep(0)  # requests that were asked for in this turn of the loop get there first
         await asyncio.gather(*(life.engine.abort(request_id) for request_id in self._asked))
         if self._asked:
@@ -394,7 +393,6 @@ class Member:
             self._changed()  # its cache may have emptied while no request ended
 
     async def _check_health(self, life: EngineState) -> None:
-        """Fail an engine that says it is not well, or says nothing."""
         if not isinstance(life.engine, HealthChecked):
             return
         try:

@@ -95,8 +95,6 @@ class SharedServers:
 
 
 class _Guest:
-    """Builds the engines of one further policy at one server."""
-
     def __init__(self, servers: SharedServers, place: str, name: str, served: ServedAdapters) -> None:
         self._servers = servers
         self._place = place

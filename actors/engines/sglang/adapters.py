@@ -159,7 +159,6 @@ class Adapters:
         ]
 
     async def _unload(self, old: LoadedAdapter, end_s: float) -> None:
-        """Unload one, after the requests that have it were ended."""
         await self._requests.interrupt(left_s(end_s), only=lambda request: request.adapter is old)
         if old.name in await self._client.adapters():
             await self._unload_called(old.name, end_s)
@@ -297,7 +296,6 @@ def _config(served: ServedAdapters, tensors: State) -> Json:
 
 
 def _digest(tensors: State) -> str:
-    """Return a digest of what an adapter is."""
     digest = xxh3_64()
     for name in sorted(tensors):
         digest.update(name.encode())

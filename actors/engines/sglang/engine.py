@@ -424,7 +424,6 @@ class SglangEngine:
             self._stop_for_good(f"its server is watched no more: {error!r}")
 
     async def _fail(self, reason: str) -> None:
-        """End the server, and all that waits for it, for good."""
         if not self.failure:
             log.warning("sglang_failed", reason=reason)
         self._stop_for_good(reason)
@@ -435,7 +434,6 @@ class SglangEngine:
         return self._released or self._changing.locked()
 
     def _open(self) -> None:
-        """Let requests through, if there are weights to serve them with."""
         if not self._busy():
             self.policies.open()
 

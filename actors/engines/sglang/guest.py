@@ -22,7 +22,6 @@ class GuestEngine:
     requests raise EngineError here too: the fleet builds another guest, at the next engine."""
 
     def __init__(self, host: SglangEngine, name: str, served: ServedAdapters) -> None:
-        """Serve the policy `name` through `host`, which has started."""
         self._host = host
         self._name = name
         self._served = served

@@ -36,8 +36,6 @@ ENDING_S = 20.0
 
 @dataclass(eq=False)
 class _Asked:
-    """A request as long as its caller waits."""
-
     rid: str
     first: "asyncio.Task[Any]"
     """What the prefill server says."""
@@ -267,7 +265,6 @@ def joined(head: Generation, generation: Generation, request: GenerationRequest)
 
 
 async def _at_both(one: Awaitable[None], other: Awaitable[None]) -> None:
-    """Do both, also when one fails: that is raised then."""
     for failure in await asyncio.gather(one, other, return_exceptions=True):
         if failure is not None:
             raise failure

@@ -86,7 +86,6 @@ class RequestsInProgress:
     """Requests of one server, each from its start until its caller knows of its end."""
 
     def __init__(self, connected: Callable[[], SglangClient]) -> None:
-        """`connected` returns the server."""
         self._connected = connected
         self._in_progress: dict[str, RequestInProgress] = {}
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix

@@ -104,7 +104,6 @@ class _Part(Part):
 
     @property
     def image(self) -> str | None:
-        """Return the address of the image."""
         if self.type != "image" or self.source is None:
             return None
         source = self.source

@@ -70,7 +70,6 @@ class _Part(Part, alias_generator=to_camel, populate_by_name=True):
 
     @property
     def image(self) -> str | None:
-        """Return the image as a data URI."""
         blob = self.inline_data
         return None if blob is None else f"data:{blob.mime_type};base64,{blob.data}"
 

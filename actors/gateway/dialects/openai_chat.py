@@ -43,7 +43,6 @@ class _ChatPart(Part):
 
     @property
     def image(self) -> str | None:
-        """Return the address of the image."""
         return None if self.image_url is None else self.image_url.url
 
 

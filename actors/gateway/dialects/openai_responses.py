@@ -114,7 +114,6 @@ class _Part(Part):
 
     @property
     def image(self) -> str | None:
-        """Return the address of the image."""
         return self.image_url
 
 
@@ -158,12 +157,10 @@ class _Request(Body):
 
     @property
     def items(self) -> list[_Item]:
-        """Return the items of the input."""
         return [_Item(content=self.input)] if isinstance(self.input, str) else self.input
 
     @property
     def conversation_id(self) -> str | None:
-        """Return the conversation that it is a part of."""
         return self.conversation.id if isinstance(self.conversation, _Named) else self.conversation
 
 
@@ -182,7 +179,6 @@ class _History:
     tools: tuple[DeclaredTool, ...] = ()
 
     def followed_by(self, items: Sequence[_Item]) -> "_History":
-        """Return it with further items."""
         tools = (tool for item in items for tool in item.tools)
         return _History(_messages(items, self.messages), (*self.tools, *tools))
 

@@ -16,7 +16,6 @@ class ReasoningGym:
     """Scores an answer to the entry that its prompt holds."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Take the settings. Raises `ConfigError` where the package is missing."""
         refuse_missing_package("reward=reasoning_gym")
         self._verifiers = VerifierProcesses(
             processes=config.math_processes,

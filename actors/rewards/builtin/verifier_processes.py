@@ -36,7 +36,6 @@ class VerifierProcesses:
     They are forked from a process that has `module` loaded, so that to replace a killed one is quick."""
 
     def __init__(self, *, processes: int, timeout_s: float, module: str, prepare: Callable[[], None]) -> None:
-        """Say how many there are, what they load, and how long a call may take."""
         self._processes = processes
         self._timeout_s = timeout_s
         self._module = module

@@ -138,8 +138,6 @@ def starts_with_verb(text: str) -> bool:
 
 
 class _Tagger(Protocol):
-    """NLTK's tagger of parts of speech."""
-
     def tag(self, tokens: list[str]) -> list[tuple[str, str]]:
         """Return each token with its tag."""
 

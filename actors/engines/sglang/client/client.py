@@ -379,7 +379,6 @@ class SglangClient:
             raise EngineError(f"{self.url}{path}: {answer.get('message', answer)}")
 
     async def _stream(self, path: str, body: Json, streamed: Streamed, timeout_s: float) -> None:
-        """Ask for a stream and take it to its end."""
         async with (
             self._answered("POST", path, {**body, "stream": True}, timeout_s) as response,
             aclosing(read_events(response.content.iter_any())) as chunks,

@@ -62,7 +62,6 @@ def _end_with_stdin() -> None:
 
 
 def _actions() -> dict[str, argparse.Action]:
-    """Return what the installed version's command line takes, by the name of the setting."""
     from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found,unused-ignore]
 
     parser = argparse.ArgumentParser()
