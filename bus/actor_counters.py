@@ -41,8 +41,7 @@ def failed(ends: Mapping[str, int], what: str | None = None) -> int:
 
     Args:
         ends: episodes by end.
-        what: counts only what failed by this, such as `reward`; None counts all.
-    """
+        what: counts only what failed by this, such as `reward`; None counts all."""
     return sum(number for end, number in ends.items() if (found := failed_by(end)) and what in (None, found))
 
 

@@ -1,7 +1,6 @@
 """Encodes and decodes messages. Every byte that enters a process is checked here against its declaration.
 
-A message on the wire is `[tag, schema_version, {field: value}]`. Arrays travel as raw little-endian bytes.
-"""
+A message on the wire is `[tag, schema_version, {field: value}]`. Arrays travel as raw little-endian bytes."""
 
 import reprlib
 import types
@@ -50,8 +49,7 @@ BoolArray = Annotated[NDArray[np.bool_], Dtype("|b1")]
 class Message:
     """Base class of all messages. A subclass is a frozen dataclass with a `tag` and a `version`.
 
-    A new field with a default needs no new version; a changed meaning or type does.
-    """
+    A new field with a default needs no new version; a changed meaning or type does."""
 
     __slots__ = ()
     tag: ClassVar[str] = ""
@@ -90,8 +88,7 @@ tuple because each trajectory has more than fourteen fields and unpacking a tupl
 def encode(message: Message) -> bytes:
     """Encode a message as bytes for the wire or for disk.
 
-    Raises `SchemaError` when a field holds what cannot travel, such as a set among the metadata.
-    """
+    Raises `SchemaError` when a field holds what cannot travel, such as a set among the metadata."""
     try:
         return cast(bytes, msgpack.packb([message.tag, message.version, _body(message)], use_bin_type=True))
     except (TypeError, ValueError, OverflowError) as error:  # SchemaError is a ValueError
@@ -101,8 +98,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, *expected: type[M]) -> M:
     """Decode the message in `data`, which must be one of `expected`. There is no registry of messages.
 
-    Raises `SchemaError` for bytes that are not such a message: the reason names the field.
-    """
+    Raises `SchemaError` for bytes that are not such a message: the reason names the field."""
     walked = is_walked(data, _memory_limit(data, expected))
     try:
         if not walked:

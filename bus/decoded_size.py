@@ -2,8 +2,7 @@
 
 An empty map is one byte on the wire and 80 in memory, so the size of a message alone bounds nothing. The
 types of its fields do not either: a field of JSON may hold anything. So the values are walked as they lie in
-the bytes, nothing is made of them, and the walk ends at the value with which the message takes too much.
-"""
+the bytes, nothing is made of them, and the walk ends at the value with which the message takes too much."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,6 @@
 """Messages on streams, keys and notices: frozen dataclasses that `codec.py` packs and checks.
 
-Trajectories are in `trajectory.py`, requests and their answers in `requests.py`.
-"""
+Trajectories are in `trajectory.py`, requests and their answers in `requests.py`."""
 
 import re
 from collections.abc import Sequence

@@ -168,8 +168,7 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
     Streams of an older build get this build's settings: TRAJECTORIES, which had the subjects of all shards,
     takes the first shard's alone (`storage/shard/older_stream.py`). Raises `BusError` when the server has no
     JetStream or refuses, as it does for settings of a stream that cannot change, and `ConfigError` when it
-    has no room.
-    """
+    has no room."""
     created = set()
     try:
         for config in topology.streams(shards):
@@ -246,8 +245,7 @@ def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
     """Return the settings of `wanted` that `found` lacks.
 
     Settings that `wanted` leaves to the server stay as they are, and so do additional replicas and a larger
-    size that an operator has set.
-    """
+    size that an operator has set."""
     changes = {
         name: value
         for name, value in vars(wanted).items()

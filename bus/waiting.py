@@ -61,8 +61,7 @@ async def until_answered(
     """Return what `ask` does, which is called when the bus is there, and again when it was away meanwhile.
 
     Raises `BusAwayError` after `patience_s`, or after `STOPPING_S` if `stop` is set; and the `BusError` of
-    `ask` at once where the bus answers that it refuses, or after `GARBLED_ATTEMPTS` garbled answers.
-    """
+    `ask` at once where the bus answers that it refuses, or after `GARBLED_ATTEMPTS` garbled answers."""
     began, told_s, reason, garbled = time.monotonic(), 0.0, "not connected", 0
     while True:
         if is_there():

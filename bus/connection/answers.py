@@ -75,8 +75,7 @@ async def receive_answer(
     """Yield the messages of one answer, and let the sender know of each piece that was taken.
 
     Pieces are at most `timeout_s` apart. Raises `BusError` when a piece was lost or nobody serves `subject`,
-    `nats.errors.Error` when the answer does not come, and what `read_answer` does.
-    """
+    `nats.errors.Error` when the answer does not come, and what `read_answer` does."""
     pieces: list[bytes] = []
     for number in count():
         raw = await inbox.next_msg(timeout=timeout_s)

@@ -54,8 +54,7 @@ class Bus:
 
     What it is asked while the bus is away waits until the bus is back, for `patience_s` at most; nothing is
     sent into a broken connection. Only `request`, `request_many` and `swap` fail at once, since what they ask
-    may have been done: their callers know whether to ask again.
-    """
+    may have been done: their callers know whether to ask again."""
 
     def __init__(
         self,
@@ -100,8 +99,7 @@ class Bus:
 
         Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
         answers within `connect_timeout_s`, and `ConfigError` when the server refuses or the credentials are
-        not for `run`, or no run can have that name.
-        """
+        not for `run`, or no run can have that name."""
         Topology(run)  # a name that cannot be one is refused before anybody is waited for
         credentials = load_credentials(config.creds) if config.creds is not None else None
         if credentials is not None and credentials.run != run:
@@ -159,8 +157,7 @@ class Bus:
         """Send a request to the process that serves `subject`, and return its answer.
 
         Raises `BusError` when nobody answers in time or the answer is a refusal, and the error that the
-        refusal names, if it names one (`Refused.code`).
-        """
+        refusal names, if it names one (`Refused.code`)."""
         self._refuse_broken(subject)
         try:
             raw = await self.client.request(subject, self.sealed(subject, message), timeout=timeout_s)
@@ -191,8 +188,7 @@ class Bus:
     ) -> list[R]:
         """Send a request whose answer is several messages and a `Done`, at most `timeout_s` apart.
 
-        Raises `BusError` as `request` does, and when a part of the answer was lost on the way.
-        """
+        Raises `BusError` as `request` does, and when a part of the answer was lost on the way."""
         self._refuse_broken(subject)
         inbox = self.client.new_inbox()
         answers: list[R] = []
@@ -225,8 +221,7 @@ class Bus:
         """Answer requests on `subject` with the messages that `handle` returns, several at a time.
 
         An exception of `handle` is answered as a refusal; one that is no `SluiceError` is logged in full.
-        What asks for its answer elsewhere than in an inbox, or comes from a stream, is not handled.
-        """
+        What asks for its answer elsewhere than in an inbox, or comes from a stream, is not handled."""
         running: set[asyncio.Task[None]] = set()
 
         async def answer(raw: Msg) -> None:

@@ -1,7 +1,6 @@
 """A client's connection to the bus: opened, with a reason where that fails, and closed.
 
-It is nats-py's client, whose requests always end, and which connects anew where nobody seems to hear them.
-"""
+It is nats-py's client, whose requests always end, and which connects anew where nobody seems to hear them."""
 
 import asyncio
 import secrets

@@ -1,8 +1,7 @@
 """The pace of a run: the more actors there are, the less often each of them speaks without need.
 
 Storage hears how many actors there are and tells them `Bus.slower`, the factor by which status, counters,
-pulls and polls are rarer than in a small run. All actors together then send about as much as `ACTORS` do.
-"""
+pulls and polls are rarer than in a small run. All actors together then send about as much as `ACTORS` do."""
 
 import asyncio
 import time

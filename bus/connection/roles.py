@@ -30,8 +30,7 @@ async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyn
     """Hold `role` while inside; the task it yields ends with `FencedError` if somebody takes it over.
 
     Raises `ConfigError` as soon as a living process is seen to renew it; a dead one's is taken over after
-    `EXPIRE_S`. The task outlives a bus that is away: the role is lost only to somebody else.
-    """
+    `EXPIRE_S`. The task outlives a bus that is away: the role is lost only to somebody else."""
     key = f"role.{role}"
     me = RoleHolder(incarnation=incarnation, host=platform.node(), pid=os.getpid(), pids_of=pids_of())
     revision = await _acquire(bus, key, role, me)

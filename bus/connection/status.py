@@ -71,8 +71,7 @@ def peak_rss_bytes(pid: int | None = None) -> int:
     """Return the peak resident memory of this process or of another since it began its program.
 
     `ru_maxrss` would include the memory of the parent at the fork. Without /proc the result is the current
-    memory. Raises `psutil.NoSuchProcess` for a process that is gone.
-    """
+    memory. Raises `psutil.NoSuchProcess` for a process that is gone."""
     process = psutil.Process(pid)
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()

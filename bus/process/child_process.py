@@ -20,8 +20,7 @@ RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command that runs one of Sluice's modules in a process of its own.
 
-    A user's own files of the same names, such as `launch.py`, are not taken for them, wherever they lie.
-    """
+    A user's own files of the same names, such as `launch.py`, are not taken for them, wherever they lie."""
     return sys.executable, "-P", RUN_MODULE, module, *arguments
 
 
@@ -77,8 +76,7 @@ def tied_to_parent(
 
     Where it can, setpriv of util-linux asks the kernel for that: with a function to call before the program,
     Python has the kernel copy the page tables of its whole process, which takes 60 ms of CPU where torch is
-    loaded instead of 2. `path` is the PATH of the new process, if that is another one.
-    """
+    loaded instead of 2. `path` is the PATH of the new process, if that is another one."""
     if shutil.which(command[0], path=path) is None:  # to start it fails, and says why
         return Tied(tuple(command), None)
     if (setpriv := _setpriv()) is None:

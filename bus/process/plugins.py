@@ -45,8 +45,7 @@ _policy = ImportPolicy()
 def restrict_imports(policy: ImportPolicy) -> None:
     """Have this process load functions by `policy` from now on.
 
-    It holds for the whole process, as imports do, so that no caller can forget it.
-    """
+    It holds for the whole process, as imports do, so that no caller can forget it."""
     global _policy
     _policy = policy
 

@@ -57,8 +57,7 @@ def load_credentials(path: Path) -> Credentials:
     """Read a file that `launch bus --secure` made.
 
     Raises `ConfigError` for a file that is missing, that others may read, that holds no credentials, or that
-    an older build made. The error never says what is in it.
-    """
+    an older build made. The error never says what is in it."""
     found = read_credentials(path)
     if not (found.run_key and found.role_keys):
         raise ConfigError(

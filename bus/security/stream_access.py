@@ -4,8 +4,7 @@ A run has two accounts of nats-server: JetStream and all streams are in one, the
 other. What a role may ask of JetStream, or store, is imported into the account of the roles under a prefix
 that holds a secret of that role. nats-server checks the subject that a client publishes on, but not the reply
 subject that an answer goes to. In the account of the roles no stream listens, so that an answer reaches a
-stream only under a prefix that whoever asked knows: its own.
-"""
+stream only under a prefix that whoever asked knows: its own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -110,8 +110,7 @@ class NatsServer:
     async def start(self) -> None:
         """Start the server, and return when it accepts connections.
 
-        Raises `ConfigError` when the port is taken or nats-server is not installed or does not come up.
-        """
+        Raises `ConfigError` when the port is taken or nats-server is not installed or does not come up."""
         refuse_taken_port(self.host, self.port)
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self.directory / "nats.conf"
@@ -215,8 +214,7 @@ def free_port(host: str) -> int:
 
     A server that starts again on its port would find one of the ephemeral range taken. The port stays this
     process's own while the process runs: `free_port` of any process gives it to nobody else, and servers can
-    listen there, because they allow addresses to be used again (SO_REUSEADDR).
-    """
+    listen there, because they allow addresses to be used again (SO_REUSEADDR)."""
     ports = _ports_for_servers()
     for port in random.SystemRandom().sample(ports, min(len(ports), TRIED_PORTS)):
         holder = socket.socket()

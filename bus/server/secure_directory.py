@@ -25,8 +25,7 @@ class SecureDirectory:
     """A directory of credentials: `<run>/<role>.creds` for each role of each run, readable by its owner.
 
     It also holds the keys of the bus itself and the one by which each run signs the list of its roles' keys,
-    so only the bus's host needs all of it.
-    """
+    so only the bus's host needs all of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,8 +41,7 @@ class SecureDirectory:
     def make(self, runs: Sequence[str], url: str) -> None:
         """Make what is missing for these runs. Keys that exist stay; the files take the new `url`.
 
-        Raises `ConfigError` for a name that no run can have.
-        """
+        Raises `ConfigError` for a name that no run can have."""
         for run in runs:
             Topology(run)
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,7 +1,6 @@
 """Stores bytes of any size on a stream as numbered chunks, and fetches them in parallel by direct get.
 
-The JetStream object store is not used: its `get` is quadratic in nats-py.
-"""
+The JetStream object store is not used: its `get` is quadratic in nats-py."""
 
 import asyncio
 import uuid
@@ -46,8 +45,7 @@ async def put_blob(
 ) -> BlobRef:
     """Store `data` on FILES, or on WEIGHTS by `stream = "weights"`, under the subject made of `tokens`.
 
-    Returns the reference that finds it. Raises `BusError` when the stream refuses a chunk.
-    """
+    Returns the reference that finds it. Raises `BusError` when the stream refuses a chunk."""
     return await put_chunks(
         bus, publisher, await asyncio.to_thread(in_chunks, [data]), *tokens, stream=stream
     )

@@ -38,8 +38,7 @@ LONGEST_PULL_S = MULTIPLE_ANSWERS_S / 2
 class Inbox:
     """Pulls from a durable consumer; unlike nats-py's `fetch` it never waits for a full batch.
 
-    One pull is outstanding at a time, so no more messages lie here than one `take` asked for.
-    """
+    One pull is outstanding at a time, so no more messages lie here than one `take` asked for."""
 
     def __init__(self, bus: Bus, stream: str, durable: str, parts: Parts | None = None) -> None:
         self.parts = parts or Parts(bus)
@@ -69,8 +68,7 @@ class Inbox:
         """Return up to `limit` messages that are there, at least one unless `timeout_s` passes.
 
         Raises `BusError` when the consumer or its stream has been gone for `GONE_S`, or the connection was
-        closed.
-        """
+        closed."""
         deadline = time.monotonic() + timeout_s
         while not self._messages and (left := deadline - time.monotonic()) > 0:
             self._woken.clear()
@@ -201,8 +199,7 @@ async def consume(
     The ack follows `handle`, so a crash means redelivery: `handle` must be idempotent. While it runs, the
     message is reported as in progress. A message that `handle` refuses by `SchemaError` is set aside, by
     `HandBackError` delivered to others. Any other failure cancels the siblings and propagates; the
-    supervisor restarts the process.
-    """
+    supervisor restarts the process."""
 
     async def handle_message(received: Received[M]) -> None:
         await handle(received.message)
@@ -265,8 +262,7 @@ async def consume_batches(
 
     The acks follow `handle`, which must be idempotent. Until then the messages are reported as in progress.
     `handle` may raise `SchemaError` before it has done anything: then it gets the messages one by one, and
-    those that it refuses again are set aside.
-    """
+    those that it refuses again are set aside."""
     batch: list[Received[M]] = []
     async with inbox.parts.tended():
         ahead = _Ahead(inbox, bus, expected, limit)

@@ -23,8 +23,7 @@ async def set_aside(
     """Move a message, one part or all parts of it, to DEAD as one letter. No retry would help.
 
     `kind` is the last token of the letter's subject, by which the server counts them. Raises `BusError` when
-    the bus does not take the letter: then the message stays where it is.
-    """
+    the bus does not take the letter: then the message stays where it is."""
     first = raws[0]
     log.warning("message_set_aside", subject=first.subject, kind=kind, actor=actor, reason=reason)
     sequence = str(first.metadata.sequence.stream)

@@ -1,8 +1,7 @@
 """Splits a message that is too large to travel whole into numbered parts, and puts them together again.
 
 Parts of one message are on one subject and must reach one consumer: a durable that several processes pull
-from wants whole messages (`Publisher(bus, part_bytes=None)`).
-"""
+from wants whole messages (`Publisher(bus, part_bytes=None)`)."""
 
 import asyncio
 import time
@@ -58,8 +57,7 @@ def split(data: bytes, message_id: str, part_bytes: int) -> Iterator[tuple[dict[
     """Return the parts of `data` with their headers.
 
     The digest is in each part's id: a second attempt with other bytes is no duplicate of the first, whose
-    parts may have stayed without their siblings.
-    """
+    parts may have stayed without their siblings."""
     digest = xxhash.xxh3_128_hexdigest(data)
     view = memoryview(data)
     parts = -(-len(data) // part_bytes)
@@ -146,8 +144,7 @@ class Parts:
 
     A set reserves the size of its message when its first part comes. Without memory the part is sent back for
     later, so sets that began first are completed first. Nothing here outlives the process: unacked parts
-    are redelivered.
-    """
+    are redelivered."""
 
     def __init__(
         self, bus: Bus, *, held_bytes: int = HELD_BYTES, incomplete_s: float = INCOMPLETE_S,

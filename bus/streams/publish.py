@@ -1,8 +1,7 @@
 """Publishing to a stream so that every message is stored exactly once.
 
 nats-py's `publish_async` never resolves on a rejection or a disconnect, so this keeps its own reply inbox,
-sends each message under a `Nats-Msg-Id`, and sends it again until the server has acknowledged it.
-"""
+sends each message under a `Nats-Msg-Id`, and sends it again until the server has acknowledged it."""
 
 import asyncio
 import itertools
@@ -76,8 +75,7 @@ class PublishCounts:
 class Publisher:
     """Publishes pipelined and deduplicated over one connection; `window` messages await their ack at a time.
 
-    A message above `part_bytes` travels in parts, one such message after another; None sends all whole.
-    """
+    A message above `part_bytes` travels in parts, one such message after another; None sends all whole."""
 
     def __init__(self, bus: Bus, *, window: int = 256, part_bytes: int | None = PART_BYTES) -> None:
         self.counts = PublishCounts()

@@ -50,8 +50,7 @@ async def understood(
     """Return the messages that `arrived` completes and that decode; the others are set aside, as are records
     that nobody who may write them has signed.
 
-    Incomplete messages wait in `parts` for their other parts.
-    """
+    Incomplete messages wait in `parts` for their other parts."""
     good: list[Received[M]] = []
     parts = parts or Parts(bus)
     for handle in await parts.collect(arrived):

@@ -48,8 +48,7 @@ class StreamReader:
 
     It asks for messages after the last one by their numbers, so nothing has to be acknowledged, and a reader
     needs no right to make a consumer. Messages that the stream dropped before they were read are skipped. The
-    server must be nats-server 2.11 or later, and the stream must allow direct reads.
-    """
+    server must be nats-server 2.11 or later, and the stream must allow direct reads."""
 
     def __init__(self, bus: Bus, stream: str, subject: str, *, after: StreamPosition | None = None) -> None:
         """Read messages of `subject`, which may hold wildcards, after a place; by default from the first."""

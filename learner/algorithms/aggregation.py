@@ -7,8 +7,7 @@ weighs.
 
 An aggregation takes the number of trained tokens of each trajectory, int [S], and the number of its prompt,
 int [S], and returns the weight of each trajectory's tokens [S] and the share of each trajectory in the
-denominator [S].
-"""
+denominator [S]."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,8 +51,7 @@ def aggregated(samples: Sequence[Sample], config: Aggregation) -> list[Sample]:
     """Return the samples of one update with their tokens' weights and their shares of the denominator.
 
     All trajectories of a prompt must be among them. Raises `ConfigError` where a user's aggregation returns
-    anything but finite weights and denominators of each trajectory.
-    """
+    anything but finite weights and denominators of each trajectory."""
     if config.weighs_alike:
         return list(samples)
     lengths = np.array([sample.trained_tokens for sample in samples], np.int64)

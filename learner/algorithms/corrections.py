@@ -25,8 +25,7 @@ def bounded(
         cap: upper bound.
         bound: "truncate" cuts off at the cap (TIS, arXiv:1802.01561), "clip" also at the floor (CIS), "mask"
             leaves out tokens beyond either (MIS).
-        floor: lower bound with "clip" and "mask"; `None` is 1 / cap.
-    """
+        floor: lower bound with "clip" and "mask"; `None` is 1 / cap."""
     kept = torch.ones_like(ratio, dtype=torch.bool)
     if bound == "truncate":
         return ratio.clamp(max=cap), kept, {"truncated_tokens": ratio > cap}
@@ -51,8 +50,7 @@ def token_tis(
         log_ratio: [N] nats, the policy that the loss takes its tokens to come from over the one that sampled.
         sequence: int64 [N], which sequence a token belongs to; this correction does not ask.
 
-    Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N].
-    """
+    Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N]."""
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     return bounded(ratio, cap=truncation_cap, bound=bound, floor=floor)
 
@@ -75,7 +73,6 @@ def sequence_tis(
         log_ratio: [N] nats, the policy that the loss takes its tokens to come from over the one that sampled.
         sequence: int64 [N], which sequence a token belongs to; all tokens of a sequence are here.
 
-    Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N].
-    """
+    Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N]."""
     ratio = by_sequence(log_ratio, sequence, over).clamp(max=LARGEST_LOG_RATIO).exp()
     return bounded(ratio, cap=sequence_cap, bound=bound, floor=floor)

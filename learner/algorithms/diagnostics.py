@@ -1,7 +1,6 @@
 """Diagnostics of how far the data is from the current policy, from sums over micro-batches and ranks.
 
-Whatever needs more than a sum, such as a percentile, comes from a histogram with fixed bins.
-"""
+Whatever needs more than a sum, such as a percentile, comes from a histogram with fixed bins."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -134,8 +133,7 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     keys and values of older weights than their own; where there are any, the names that end with `_older_kv`
     and `_own_kv` are figures of these tokens and of all others. `stale_tokens_0`, `_1`, `_2`, `_4` and so on
     are shares of the tokens whose staleness is at most that many versions and above the bound before;
-    `ratio_tokens_0.5`, `_0.8` and so on are the same of their importance ratio.
-    """
+    `ratio_tokens_0.5`, `_0.8` and so on are the same of their importance ratio."""
     means = {
         "importance_ratio": (sums["ratio"], sums["tokens"]),
         "ess_fraction": (sums["ratio"] ** 2, sums["tokens"] * sums["ratio_squared"]),

@@ -25,8 +25,7 @@ class EntropyBonus:
     def after(self, entropy: float, target: EntropyTargetConfig) -> Self:
         """Return the weight after an update whose trained tokens had this mean entropy in nats.
 
-        One step up below the target, one step down otherwise, and no bonus while above (arXiv:2505.22312).
-        """
+        One step up below the target, one step down otherwise, and no bonus while above (arXiv:2505.22312)."""
         if target.nats is None:
             return self
         below = entropy < target.nats

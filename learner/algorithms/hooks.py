@@ -32,8 +32,7 @@ def with_processed_rewards(groups: Groups, learner: LearnerConfig, sums: SumsOve
     The function takes this rank's groups, in which all trajectories of a prompt are together, and returns a
     reward for each trajectory. `sums` adds up over ranks, if it has a parameter of that name. Every rank
     calls this. Raises `ConfigError` for anything else than a reward each, and `TrainingError` when it takes
-    too long.
-    """
+    too long."""
     hook = learner.reward_hook
     if hook.function is None:
         return groups
@@ -71,8 +70,7 @@ def optimizer_of_step(
     other settings, or None to leave them. With a parameter `model` it is lent the weights, by `lend`. Every
     rank calls this, and is to return the same. Raises
     `ConfigError` where they differ, or are none that this optimizer can take, and `TrainingError` when the
-    function takes too long.
-    """
+    function takes too long."""
     hook = learner.before_step
     if hook.function is None:
         return learner.optimizer
@@ -103,8 +101,7 @@ def figures_after_step(step: int, learner: LearnerConfig, lend: Callable[[], Len
     """Return the numbers that `learner.after_step` gives, as they are recorded; none without one.
 
     The function takes the number of the step and the weights, lent by `lend`. Every rank calls this. Raises
-    `ConfigError` for anything else than numbers by name, and `TrainingError` when it takes too long.
-    """
+    `ConfigError` for anything else than numbers by name, and `TrainingError` when it takes too long."""
     hook = learner.after_step
     if hook.function is None:
         return {}

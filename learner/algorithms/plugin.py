@@ -42,8 +42,7 @@ def chosen_function(kind: str, config: Choice) -> Callable[..., Any]:
 def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:
     """Import the function that `config` names.
 
-    Raises `ConfigError` when it does not exist or cannot be called with what it gets, naming both.
-    """
+    Raises `ConfigError` when it does not exist or cannot be called with what it gets, naming both."""
     function: Callable[..., Any] = load_function(kind, config.function, {})
     offered = dict.fromkeys(_asked_for(kind, function, config.settings))
     try:

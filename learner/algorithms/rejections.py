@@ -2,8 +2,7 @@
 
 All are called with log ratios [N] (the policy that the loss takes its tokens to come from over the one that
 sampled, nats), the former's log-probs [N], advantages [N] and the sequence of each token [N]. They return
-which tokens are kept, bool [N]. Those that look at whole sequences get all tokens of each sequence.
-"""
+which tokens are kept, bool [N]. Those that look at whole sequences get all tokens of each sequence."""
 
 from typing import Literal
 

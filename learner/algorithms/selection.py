@@ -2,8 +2,7 @@
 
 What is picked depends neither on the micro-batches nor on the number of ranks: the numbers of all tokens are
 gathered from the data-parallel ranks, and each rank marks its own. They are those of the policy before the
-step; where several updates share a batch, the later ones still go by the policy before the first.
-"""
+step; where several updates share a batch, the later ones still go by the policy before the first."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,8 +88,7 @@ def with_selections(
     """Return the samples of one update with the streams that the objective picks tokens by.
 
     They have the stream `proximal_logprobs` where there is anything to pick. Every rank of `group` calls this
-    with its own samples.
-    """
+    with its own samples."""
     wanted = selections(learner)
     if not wanted:
         return list(samples)

@@ -177,8 +177,7 @@ def over_whole_sequences(
         tokens: this rank's tokens. Ranks may have different numbers of them.
         values: [N] each, of this rank's tokens; they carry no gradient.
 
-    Returns what `function` said of this rank's tokens, and this rank's part of its sums and masks.
-    """
+    Returns what `function` said of this rank's tokens, and this rank's part of its sums and masks."""
     group = tokens.context_group
     if group is None or group.size() == 1:
         return function(*values, tokens.sequence)

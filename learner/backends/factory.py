@@ -60,8 +60,7 @@ def init_world(
     """Join the world that torchrun describes in the environment, divided as `parallel` says.
 
     `timeout_s` bounds each collective. Raises `ConfigError` when the world cannot be divided so, before it
-    waits for anybody.
-    """
+    waits for anybody."""
     if backend == "megatron":
         process_groups.init_world(parallel, timeout_s)
     else:  # nothing is divided

@@ -19,8 +19,7 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, LazyWeights]:
 
     Weights are read when they are looked up. Of a multimodal model that is not trained as a whole these are
     the text model's. Raises `ConfigError` when something is missing or unreadable, and `StorageError` for a
-    checkpoint whose metadata is unreadable or lacks a tensor.
-    """
+    checkpoint whose metadata is unreadable or lacks a tensor."""
     hf_config = load_hf_config(path)
     if not is_checkpoint(path):
         return hf_config, text_weights(HFWeights(path), hf_config)

@@ -2,8 +2,7 @@
 
 Each holds the backend's files, the model's `config.json` and a manifest with where the backend stands and
 what the caller wants kept with them (learner/model_directories/checkpoint_manifest.py). A directory gets its
-name when all of it is on disk.
-"""
+name when all of it is on disk."""
 
 import time
 from collections.abc import Callable, Container, Mapping
@@ -66,8 +65,7 @@ class PendingCheckpoint:
         """Wait for the files of all ranks, and give the checkpoint its name; then it survives a power cut.
 
         Every rank calls this, at the same point between its other collectives. Once is enough. Raises
-        `StorageError` on all of them when any could not write.
-        """
+        `StorageError` on all of them when any could not write."""
         if self.finished:
             return
         self.finished = True
@@ -154,8 +152,7 @@ def start_checkpoint(
         extra: kept with it; that of rank 0 counts.
         keep: how many of the newest checkpoints remain.
         besides: steps whose checkpoints remain whatever their age.
-        after: the checkpoint before, if it may be unfinished.
-    """
+        after: the checkpoint before, if it may be unfinished."""
     if after is not None:
         after.finish()
         with naming(root):
@@ -224,8 +221,7 @@ def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False
     `verified` files are not read once more to compare their digests: newest_checkpoint.py did it.
     Another number of ranks, or another layout of them, may have saved it; then their random generators go
     on as they are. Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for one
-    of another model, or with other weights frozen.
-    """
+    of another model, or with other weights frozen."""
     manifest = read_manifest(directory)
     wrote, ours = written_by(manifest), backend.training_state().get("backend", "megatron")
     if wrote != ours:

@@ -26,8 +26,7 @@ def newest_whole(root: Path) -> Path | None:
 
     Every rank calls this. Rank 0 chooses, and each rank reads its share of the files. Newer checkpoints that
     are torn or damaged are set aside under another name. Raises `LostDataError` when there are checkpoints
-    and none is whole, and `StorageError` when a rank does not see what rank 0 sees.
-    """
+    and none is whole, and `StorageError` when a rank does not see what rank 0 sees."""
     if dist.get_rank() == 0:
         checkpoints.recover(root)
         _name_supervised(root)

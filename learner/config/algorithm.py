@@ -1,8 +1,7 @@
 """Settings of the aggregation, the last choice of the algorithm. Loads without torch.
 
 Each choice is discriminated on `type`; `type = "plugin"` names a function of the user's. The others are in
-advantage.py, correction.py (with rejections) and loss.py.
-"""
+advantage.py, correction.py (with rejections) and loss.py."""
 
 from typing import Annotated, ClassVar, Literal
 

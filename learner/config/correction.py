@@ -96,8 +96,7 @@ class TokenTIS(Correction):
 class SequenceTIS(Correction):
     """Importance weight of each sequence, shared by its tokens and truncated from above.
 
-    It needs all tokens of a sequence before any gradient, so the logits are computed twice.
-    """
+    It needs all tokens of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["sequence_tis"] = "sequence_tis"
     computed_by: ClassVar[str] = "learner.algorithms.corrections:sequence_tis"
@@ -221,8 +220,7 @@ class SecondMoment(Rejection):
     """Tokens with the largest log ratios of an update are rejected until the mean square of the others is
     small (M2PO, arXiv:2510.01161).
 
-    The ratio is that of the policy before the step, whose log-probs take a pass of their own.
-    """
+    The ratio is that of the policy before the step, whose log-probs take a pass of their own."""
 
     type: Literal["second_moment"] = "second_moment"
     by_token: ClassVar[bool] = True

@@ -20,8 +20,7 @@ class CriticConfig(Config):
     """A second model with one output, the value of the state in which a token is sampled.
 
     It shares the policy's `learner.parallel`, `learner.batch` and `model.dtype`; all of its weights are
-    trained, and they are in every checkpoint of the run.
-    """
+    trained, and they are in every checkpoint of the run."""
 
     train: Literal["auto", "always"] = "auto"
     """`auto`: there is a critic where `learner.advantage.type` is `gae`. `always`: also beside another

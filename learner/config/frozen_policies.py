@@ -13,8 +13,7 @@ from bus.errors import ConfigError
 class ReferenceConfig(Config):
     """A frozen policy that the trained one is kept near, by its KL divergence from it.
 
-    Its weights lie in main memory and take the model's place for one pass without gradients a step.
-    """
+    Its weights lie in main memory and take the model's place for one pass without gradients a step."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the divergence in nats; 0 does without a reference."""
@@ -165,8 +164,7 @@ def refuse_other_sampling(
     Args:
         served: those teachers, by their tags.
         temperature: of the actors' sampling.
-        keep_masks: they record which tokens were kept, and the policy's log-probs are among these.
-    """
+        keep_masks: they record which tokens were kept, and the policy's log-probs are among these."""
     for tag, teacher in served.items():
         if temperature != 1:
             raise ConfigError(

@@ -14,8 +14,7 @@ class LoraConfig(Config):
     """Low-rank adapters (LoRA, arXiv:2106.09685) on linear layers; all weights of the model are frozen.
 
     A layer of the weight W computes with W + scale * B A, where A has `rank` rows and B as many columns.
-    B begins as 0, so that the policy begins as the model.
-    """
+    B begins as 0, so that the policy begins as the model."""
 
     rank: int = Field(0, ge=0)
     """Rows of A and columns of B; 0 trains the weights themselves, without adapters."""

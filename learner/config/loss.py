@@ -113,8 +113,7 @@ class PPOClipLoss(Loss):
 class GSPOLoss(Loss):
     """Clipped surrogate whose importance ratio is that of the sequence (arXiv:2507.18071, eq. 5 to 7).
 
-    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice.
-    """
+    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["gspo"] = "gspo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gspo_loss"
@@ -178,8 +177,7 @@ class TOPRLoss(Loss):
     """Policy gradient in which only sequences of negative advantage are weighed, by their ratio, at most 1
     (arXiv:2503.14286).
 
-    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice.
-    """
+    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["topr"] = "topr"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:topr_loss"
@@ -207,8 +205,7 @@ class AIPOLoss(Loss):
 class GMPOLoss(Loss):
     """Policy gradient of the geometric mean of a sequence's clipped ratios (arXiv:2507.20673).
 
-    It needs all tokens of a sequence before any gradient, so the logits are computed twice.
-    """
+    It needs all tokens of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["gmpo"] = "gmpo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gmpo_loss"
@@ -231,8 +228,7 @@ class VESPOLoss(Loss):
     """Policy gradient weighed by W^power exp(decay (1 - W)) of the sequence's ratio W (arXiv:2602.10693).
 
     The defaults are those of the authors' code. Its ratio needs all tokens of a sequence before any gradient,
-    so the logits are computed twice.
-    """
+    so the logits are computed twice."""
 
     type: Literal["vespo"] = "vespo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:vespo_loss"
@@ -262,8 +258,7 @@ class RegressionLoss(Loss):
     k1.5, arXiv:2501.12599, 2.3.2; A*-PO, arXiv:2505.20686).
 
     Kimi's advantage is `grpo` with `normalize_std = false`. It needs all tokens of a sequence before any
-    gradient, so the logits are computed twice.
-    """
+    gradient, so the logits are computed twice."""
 
     type: Literal["regression"] = "regression"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:regression_loss"
@@ -292,8 +287,7 @@ class ClipCovLoss(Loss):
     arXiv:2505.22617).
 
     The covariance is that of advantages and log-probs over the update; the log-probs are those of the policy
-    before the step, which take a pass of their own.
-    """
+    before the step, which take a pass of their own."""
 
     type: Literal["clip_cov"] = "clip_cov"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:clip_cov_loss"
@@ -336,8 +330,7 @@ class KLCovLoss(Loss):
     """Unclipped surrogate with a penalty that keeps the tokens of highest covariance near the policy that
     sampled them (KL-Cov, arXiv:2505.22617).
 
-    The covariance is that of `clip_cov`, and takes the same pass.
-    """
+    The covariance is that of `clip_cov`, and takes the same pass."""
 
     type: Literal["kl_cov"] = "kl_cov"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:kl_cov_loss"

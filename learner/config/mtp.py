@@ -27,8 +27,7 @@ class MtpConfig(Config):
 
     It learns beside the policy, from the sampled tokens of each step, and changes nothing of the policy: no
     gradient leaves the head, whose embedding and output layer are the policy's, and its gradient is clipped
-    by itself.
-    """
+    by itself."""
 
     weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Factor of the head's loss, the mean cross entropy of its tokens; 0 leaves the head as it came. AdamW

@@ -82,8 +82,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     """Write a Hugging Face directory as a checkpoint of weights only, which `--model.path` takes.
 
     Raises `ConfigError` for a model that cannot be trained, or weights or a tokenizer that are not its own;
-    then, and after any other failure, there is no `target`.
-    """
+    then, and after any other failure, there is no `target`."""
     refuse_existing(target)
     hf_config, state = load_published(source)
     _refuse_unsupported(hf_config)

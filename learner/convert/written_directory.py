@@ -142,8 +142,7 @@ def checkpoint_to_hf(
 
     Raises `StorageError` for a damaged checkpoint, `ConfigError` for one of adapters alone or of another
     backend, and for a configuration or a tokenizer that is not its own; then, and after any other failure,
-    there is no `target`.
-    """
+    there is no `target`."""
     refuse_existing(target)
     if not (source / MANIFEST).is_file():
         source = checkpoints.latest(source) or source

@@ -17,8 +17,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
 
     This is the largest differencing method (Karmarkar and Karp 1982). The two partial divisions whose parts
     differ most are merged, the expensive parts of one with the cheap parts of the other, until one is left.
-    Parts may be empty. Equal costs give the same division on every rank.
-    """
+    Parts may be empty. Equal costs give the same division on every rank."""
     order = count()
     heap = [
         (-cost, next(order), [(cost, [item])] + [(0.0, [])] * (parts - 1)) for item, cost in enumerate(costs)
@@ -48,8 +47,7 @@ def forward_flops(config: PretrainedConfig, length: int, images: Iterable[int] =
     Args:
         config: of the model.
         length: tokens of the sequence, those that stand for images included.
-        images: for each image that the vision tower passes, the tokens that stand for it.
-    """
+        images: for each image that the vision tower passes, the tokens that stand for it."""
     return _flops(config, length, length * (length + 1) / 2) + _images_flops(config, images)
 
 
@@ -100,8 +98,7 @@ class GroupWork:
             tokens: of all of them together.
             computed: those of different beginnings; 0 where each trajectory is computed by itself.
             budget: tokens that are computed in a micro-batch.
-            images: what they show. Models that see images do not share beginnings.
-        """
+            images: what they show. Models that see images do not share beginnings."""
         length = tokens / samples
         if not 0 < computed < tokens:
             together = max(1, int(budget // max(1.0, length)))

@@ -109,8 +109,7 @@ def make_step_batch(
         advantages: of every trajectory of the groups, one or [L].
         policy_version: of the learner.
         weights: importance weights of the groups' losses.
-        baselines: kept for the next step.
-    """
+        baselines: kept for the next step."""
     trained = [
         (trajectory, np.asarray(found, np.float64), weight)
         for group, of_group, weight in zip(groups, advantages, weights or [1.0] * len(groups), strict=True)

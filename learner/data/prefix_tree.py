@@ -5,8 +5,7 @@ Siblings of a group begin with the same prompt, and strands of an episode with t
 make a tree of segments. A sequence is the path of segments from a root to where it ends, and each segment is
 computed once: a token depends on nothing but the tokens before it, which are the same for all paths through
 it. Only the computation is shared. Each trajectory keeps its own log-probs, advantage and weight for every
-token that it trains, whatever others train on the same segment.
-"""
+token that it trains, whatever others train on the same segment."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -80,8 +79,7 @@ def prefix_paths(
     Args:
         sequences: int32 [L] each.
         prompts: number of the prompt of each; sequences of different prompts share nothing.
-        least: fewest tokens of a segment that others follow.
-    """
+        least: fewest tokens of a segment that others follow."""
     paths: list[SegmentPath] = [()] * len(sequences)
     numbers = count()
     for members in _by_prompt(prompts):

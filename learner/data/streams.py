@@ -1,8 +1,7 @@
 """Tells what the learner knows of each token besides its id and whether it is trained: named streams.
 
 A stream that is added to `STREAMS` is packed, shifted, cut over context-parallel ranks, moved to the device
-and given to the loss by its name; nothing else has to be edited.
-"""
+and given to the loss by its name; nothing else has to be edited."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ def pack_streams(samples: Sequence[Mapping[str, StreamValues]], lengths: Sequenc
     """Lay the streams of samples end to end, [T] each, where their values are used.
 
     Streams that no sample brings are left out. Raises `KeyError` for a name that is not declared, and
-    `ValueError` for an array of another length than its sample.
-    """
+    `ValueError` for an array of another length than its sample."""
     names = dict.fromkeys(name for sample in samples for name in sample)
     return {name: _packed(STREAMS[name], name, samples, lengths) for name in names}
 

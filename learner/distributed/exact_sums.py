@@ -17,8 +17,7 @@ def exact_sums(rows: Rows) -> dict[str, NDArray[np.float64]]:
     """Add up the rows of each name, float64 [K]; of one rank.
 
     The sums are rounded once, so neither the order of the rows nor their division over ranks changes a bit:
-    a step that is trained again on another number of ranks gets the same advantages.
-    """
+    a step that is trained again on another number of ranks gets the same advantages."""
     return {
         name: np.array([fsum(column) for column in zip(*values, strict=True)])
         for name, values in rows.items()

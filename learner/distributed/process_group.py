@@ -33,8 +33,7 @@ def init_process_group(timeout_s: float) -> None:
     """Join the world that torchrun describes in the environment, or be a world of one.
 
     `timeout_s` bounds each collective of the default group. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-    and MASTER_PORT. NCCL where CUDA exists, else gloo.
-    """
+    and MASTER_PORT. NCCL where CUDA exists, else gloo."""
     backend, device_id, timeout = "gloo", None, timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -3,8 +3,7 @@
 A shadow asks which groups each step was given and reads them; it leases, commits, publishes and resumes
 nothing. It takes a step once the learner has published the version that the step made. Its history is the
 learner's: when a learner resumes from a checkpoint, and the steps after it get other groups, the shadow goes
-back as well.
-"""
+back as well."""
 
 import asyncio
 import secrets

@@ -2,8 +2,7 @@
 
 Its step is trained again, and those after it up to the next checkpoint: with the group once, not at all, and
 twice. The weights in that checkpoint are compared with the three results. So what the ledger and the lineage
-say of the group is held against what training has left in the weights.
-"""
+say of the group is held against what training has left in the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -25,8 +25,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to `device` behind the work it has; a no-op when already there.
 
     From memory that the operating system may move, CUDA would first wait for all of that work. Torch keeps
-    the pinned copy until it has been read.
-    """
+    the pinned copy until it has been read."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -38,8 +37,7 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
     Locked, the pages stay where they are, so that copies run beside the work. They take no more than the
     tensors: what torch pins is rounded up to a power of two bytes, tensor by tensor, and never given back.
     Each tensor has a storage of its own, so that it can be saved without the others.
-    Raises `TrainingError` when the system does not let so much be locked.
-    """
+    Raises `TrainingError` when the system does not let so much be locked."""
     wanted = list(wanted)
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     padded = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]

@@ -11,8 +11,7 @@ from learner.model_directories.model_directory import other_tokens
 def critic_source(settings: LearnerSettings, initial: Initial) -> CriticSource | None:
     """Return it; None for a run without a critic.
 
-    Raises `ConfigError` for a directory whose model has other tokens than the policy or a shorter context.
-    """
+    Raises `ConfigError` for a directory whose model has other tokens than the policy or a shorter context."""
     config = settings.learner.critic
     if not settings.learner.has_critic:
         return None

@@ -1,7 +1,6 @@
 """How many tokens a micro-batch has on a CPU where settings leave it open: as many as its memory is good for.
 
-More tokens than some hundreds make a step on a CPU no faster, and each keeps activations of all layers.
-"""
+More tokens than some hundreds make a step on a CPU no faster, and each keeps activations of all layers."""
 
 import os
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Provides the frozen policies of a run (reference and teachers), the same ones after a resume.
 
 Weights that came from a directory are read from it again. Weights that were the run's own policy are in its
-checkpoints.
-"""
+checkpoints."""
 
 from pathlib import Path
 
@@ -32,8 +31,7 @@ def hold_frozen_policies(
     weights.
 
     Raises `ConfigError` when a directory does not fit the policy, and when the policy that reinforcement
-    learning began with is no longer there.
-    """
+    learning began with is no longer there."""
     frozen = backend.frozen
     wanted = set(Objective.of(learner).frozen) - learner.served_teachers.keys()
     to_initial = stage == "warmup" and settings.warmup.steps > 0 and settings.warmup.loss.facts.to_reference
@@ -73,8 +71,7 @@ def refresh_reference(backend: Backend, learner: LearnerConfig, step: int) -> No
 def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
     """Return whether the reference that the configuration names is held.
 
-    Without a `reference.path` it is an earlier policy of the run, or the weights read from `source`.
-    """
+    Without a `reference.path` it is an earlier policy of the run, or the weights read from `source`."""
     if "reference" in frozen.own:
         return reference.path is None or reference.refresh_every is not None
     return "reference" in frozen and frozen.sources["reference"] == source

@@ -54,8 +54,7 @@ def with_top_tokens(
     """Add the likeliest tokens of the teacher that each sample has, and the weight of their divergence.
 
     Every rank calls this. `teachers` have `kl = "top_k"` and sources that do not overlap; `answers` are those
-    of the ones behind servers, which need no pass.
-    """
+    of the ones behind servers, which need no pass."""
     found = list(samples)
     for tag, teacher in teachers.items():
         taught = [i for i, sample in enumerate(samples) if teacher.teaches(sample.source)]
@@ -88,8 +87,7 @@ def score_top_tokens(
         count: tokens in each place.
         policy: tag of a frozen policy.
         tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
-        share_prefixes: compute once what samples of one prompt begin with.
-    """
+        share_prefixes: compute once what samples of one prompt begin with."""
     packs = numbered_packs(without_experts(samples), tokens_per_micro_batch, share_prefixes=share_prefixes)
     with backend.frozen.in_place(policy):
         values_of = backend.top_tokens([batch for _, batch in packs], count)
@@ -128,8 +126,7 @@ def with_logprobs(
     """Add log-probs under the other policies that the objective wants, a pass each. Every rank calls this.
 
     `answers` are those of the teachers behind servers, which need no pass.
-    The current policy is the proximal one of the updates that follow (arXiv:2110.00641).
-    """
+    The current policy is the proximal one of the updates that follow (arXiv:2110.00641)."""
     budget = learner.batch.logprob_token_budget
     scored = list(samples)
     for tag in Objective.of(learner).policies:
@@ -171,8 +168,7 @@ def _with_teachers(
     """Add what the loss wants of the teachers: how much each sample is drawn to them, and where they are.
 
     The sum over teachers of c log(policy / teacher) is C log(policy / m), with C the sum of the weights c and
-    log m the mean of the teachers' log-probs by these weights: so any number of teachers is one penalty.
-    """
+    log m the mean of the teachers' log-probs by these weights: so any number of teachers is one penalty."""
     coefs = [0.0] * len(samples)
     totals: list[NDArray[np.float64] | float] = [0.0] * len(samples)
     for tag, teacher in teachers.items():
@@ -214,8 +210,7 @@ def score(
         samples: the samples of this data-parallel rank, equal on the ranks that share a model with it.
         policy: tag of a frozen policy; `None` is the current one.
         tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
-        share_prefixes: compute once what samples of one prompt begin with.
-    """
+        share_prefixes: compute once what samples of one prompt begin with."""
     if policy is not None:
         with backend.frozen.in_place(policy):
             return score(

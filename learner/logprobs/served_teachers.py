@@ -1,8 +1,7 @@
 """Asks the teachers that are behind servers about a step's trajectories, before the step needs to know.
 
 Each is asked over HTTP about the trajectories of one data-parallel rank, so nothing here is a collective or
-needs torch's thread: a rank may ask while it trains the step before.
-"""
+needs torch's thread: a rank may ask while it trains the step before."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -54,8 +53,7 @@ async def ask_teachers(groups: Groups, learner: LearnerConfig, *, vocab_size: in
     """Return what the teachers behind servers think of the trained trajectories of these groups.
 
     `vocab_size` is the policy's. Raises `ConfigError` for tokens of which a server cannot give what the loss
-    wants, and `EngineError` for a server that was away for too long or whose answers cannot be used.
-    """
+    wants, and `EngineError` for a server that was away for too long or whose answers cannot be used."""
     teachers = learner.served_teachers
     if not teachers:
         return NO_ANSWERS

@@ -2,8 +2,7 @@
 
 Of a request with `logprob_start_len` s the answer has one entry for each token from s on, in order, about
 that token itself given all before it; the first entry has no log-prob. They are of the whole vocabulary at
-temperature 1, whatever the request's temperature and nucleus are.
-"""
+temperature 1, whatever the request's temperature and nucleus are."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias

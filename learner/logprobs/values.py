@@ -25,8 +25,7 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
     """Add the stream `values`: entry i is of the state in which token i was sampled. Every rank calls this.
 
     A value does not depend on the temperature. Raises `TrainingError` for one that is not finite: it would
-    make every advantage before it so.
-    """
+    make every advantage before it so."""
     critic = critic_of(backend)
     budget = learner.batch.logprob_token_budget
     packs = numbered_packs(without_experts(samples), budget, share_prefixes=learner.batch.share_prefixes)

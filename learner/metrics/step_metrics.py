@@ -62,8 +62,7 @@ class SelectionBias:
     """Sums up both sides over the latest steps.
 
     Group filters, failed or late rollouts and sampling strategies take trajectories away. Where long or hard
-    ones are lost more often than others, the policy is trained on another distribution than it samples.
-    """
+    ones are lost more often than others, the policy is trained on another distribution than it samples."""
 
     def __init__(self) -> None:
         self._told: dict[str, SampledCounts] = {}
@@ -87,8 +86,7 @@ class SelectionBias:
 
         `selection/length_ratio` is the mean number of sampled tokens in a trajectory that was trained on over
         that of all which were sampled, `selection/reward_shift` the difference of the mean rewards. A figure
-        is left out while a side has no trajectory.
-        """
+        is left out while a side has no trajectory."""
         consumed = SampledCounts(trajectories, round(tokens), trajectories, reward_sum)
         self._steps.append((consumed, self._sampled))
         self._sampled = NOTHING

@@ -16,8 +16,7 @@ def utilisation(seconds: Mapping[str, float], flops: float) -> dict[str, float]:
 
     Args:
         seconds: of the step's parts; `update_s` is forward, backward and optimizer.
-        flops: of these passes, over all ranks.
-    """
+        flops: of these passes, over all ranks."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     found = {

@@ -35,8 +35,7 @@ def write_manifest(
         model: its hyperparameters that decide which weights fit (`Backend.fingerprint`).
         training: where the backend stands; `None` where there are weights only.
         extra: what the caller wants kept.
-        digests: of files whose digest is known already; the others are read.
-    """
+        digests: of files whose digest is known already; the others are read."""
     files = {
         path.name: {"bytes": path.stat().st_size, "xxh3_128": digests.get(path.name) or file_digest(path)}
         for path in sorted(directory.iterdir())
@@ -60,8 +59,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read the manifest, and check that all files exist with their sizes.
 
     Raises `LostDataError` when something is missing or torn, `ConfigError` for another format, and
-    `StorageError` when the disk does not read.
-    """
+    `StorageError` when the disk does not read."""
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
         version, files = manifest.get("format"), manifest["files"].items()

@@ -183,8 +183,7 @@ def save_hf_directory(
 ) -> None:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` and inference engines load.
 
-    One tensor of `state` is in memory at a time. A file has at most `shard_bytes`, or one tensor.
-    """
+    One tensor of `state` is in memory at a time. A file has at most `shard_bytes`, or one tensor."""
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
     save_weights(path, state, shard_bytes=shard_bytes)
@@ -215,8 +214,7 @@ def stream_hf_directory(
     """Write what `save_hf_directory` writes, from weights that come one after another.
 
     No more than `shard_bytes` of them, or one tensor, are in the host's memory at a time. `tensors` is their
-    number, where it is known.
-    """
+    number, where it is known."""
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
     shards: list[dict[str, Spec]] = []

@@ -76,8 +76,7 @@ def sync(path: Path) -> None:
     """Wait until the disk holds every line.
 
     Call it before a checkpoint with these steps is written: a resume refuses a
-    checkpoint of steps that the lineage lacks.
-    """
+    checkpoint of steps that the lineage lacks."""
     if path.exists():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -98,8 +97,7 @@ def steps(path: Path) -> dict[int, TrainedStep]:
     """Return the steps that made the newest weights, ascending.
 
     A line takes back the earlier ones of its step and of those after: a learner resumed before it. A learner
-    that another has replaced may still write the step it was in the middle of; that does not count.
-    """
+    that another has replaced may still write the step it was in the middle of; that does not count."""
     found: dict[int, TrainedStep] = {}
     replaced: set[str] = set()
     newest = ""
@@ -118,8 +116,7 @@ def steps(path: Path) -> dict[int, TrainedStep]:
 def refuse_other_groups(path: Path, groups: Mapping[int, list[int]]) -> None:
     """Raise `StorageError` when the lineage says that a step trained on other groups than `groups` says.
 
-    Steps that are missing there are passed over: the file may have stayed on another host.
-    """
+    Steps that are missing there are passed over: the file may have stayed on another host."""
     written = steps(path)
     for step, leases in groups.items():
         if step in written and list(written[step].leases) != leases:

@@ -4,8 +4,7 @@ In models of transformers the routed experts of a layer are two tensors, `expert
 `experts.down_proj`. peft makes adapters of these from those of each expert, by the names of files; gate and
 up have one then, of twice the rank. Of a mixture it takes every target that ends as `gate_proj` for that of
 experts, and leaves dense layers and shared experts without. So these are named as parameters, which it takes
-as they are.
-"""
+as they are."""
 
 import json
 from collections.abc import Iterator, Mapping

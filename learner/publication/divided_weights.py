@@ -2,8 +2,7 @@
 
 Each rank finds on its device what changed in the part of the model that it trains, by a copy of what it found
 before, and sends places and new values to the ranks that have these tensors. So no rank has more than its
-share, and what travels between ranks is what changed.
-"""
+share, and what travels between ranks is what changed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -54,8 +54,7 @@ class HostCopy:
     """Two sets of host buffers that take turns, each in one piece, page-locked where there is a GPU.
 
     What `take` returned last stays as it is while the next `take` fills the other set. On a GPU the copies
-    run beside the training that follows: `Copied.done` says when the weights may change again.
-    """
+    run beside the training that follows: `Copied.done` says when the weights may change again."""
 
     def __init__(self, dtype: torch.dtype, whole: WholeModel | None = None) -> None:
         """Copy weights as `dtype`, except adapters that have one of their own. With `whole` those of a text

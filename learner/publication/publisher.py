@@ -70,8 +70,7 @@ class WeightPublisher:
     """Announces versions, each after its bytes, and frees those that nobody needs any more.
 
     One publication at a time. A learner begins with a snapshot: what the one before it published is not its
-    past.
-    """
+    past."""
 
     def __init__(  # noqa: PLR0913 - one publication at a time has all of these
         self, bus: Bus, store: BlobStore, config: PublicationConfig, *,
@@ -159,8 +158,7 @@ class WeightPublisher:
         A version that `is_trained` differs from the one before it, or there is an alarm, which says
         `why_unchanged`. `tensors` must stay as they are until the publication after this one is done. The
         same version again announces its new stage; its weights must be the same. A snapshot is written
-        beside, and announced with the version that is the latest when it is whole.
-        """
+        beside, and announced with the version that is the latest when it is whole."""
         if self._kept.lack(policy_version):
             await self.kept_written()  # each takes the memory of all weights until it is written
         async with self._one:

@@ -1,8 +1,7 @@
 """How rank 0 publishes tensors that other ranks have: it asks, and they code, hash and send, beside training.
 
 Wishes go to all ranks as calls (learner/world), in one order; answers come back through a gloo group of their
-own, in that order.
-"""
+own, in that order."""
 
 import asyncio
 import sys

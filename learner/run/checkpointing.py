@@ -95,8 +95,7 @@ class BestCheckpoint:
         Args:
             metric: names a data set and one of its scores.
             progress: of the learner, which this changes.
-            warms_up: whether the run has a supervised stage, whose first version no checkpoint holds.
-        """
+            warms_up: whether the run has a supervised stage, whose first version no checkpoint holds."""
         self._metric = metric
         self._progress = progress
         self._warms_up = warms_up

@@ -84,8 +84,7 @@ class NextBatch:
             world: its ranks fetch them.
             progress: of the learner; it says from which version its steps count.
             steps: the last step that is trained.
-            on_wait: called with what a lease waits for, in words, and with "" when it has come.
-        """
+            on_wait: called with what a lease waits for, in words, and with "" when it has come."""
         self._reader, self._world, self._progress = reader, world, progress
         self._steps = steps
         self._on_wait = on_wait

@@ -110,8 +110,7 @@ def described(first: int, rows: Sequence[Mapping[str, Json]], ranks: Sequence[Ra
     Args:
         first: the first step.
         rows: numbers of each step.
-        ranks: what each rank recorded.
-    """
+        ranks: what each rank recorded."""
     yield from (one.problem for one in ranks if one.problem)
     each_s = ranks[0].seconds / len(rows)
     yield f"{len(rows)} steps from step {first} on took {each_s:.3g} s each, of which:"

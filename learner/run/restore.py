@@ -33,8 +33,7 @@ def restore_backend(
     Model, optimizer, critic, frozen policies, random generators and the stage's threads are as they were
     then. A run that was done trains on. Every rank calls this, in a world divided as `parallel` says. The
     files of a `verified` checkpoint are not read twice. Raises `StorageError` for a checkpoint that is
-    missing or damaged, `ConfigError` for another model's or another critic's, and as `refuse_unfit` does.
-    """
+    missing or damaged, `ConfigError` for another model's or another critic's, and as `refuse_unfit` does."""
     refuse_unfit(settings, initial, parallel)
     rounding = rounding_of(settings.learner, settings.model)
     # a run without a warm-up begins in this stage too, but takes no step in it
@@ -85,8 +84,7 @@ def restore_alone(
     """Restore a backend in one process, whatever layout the learner had, and finish the warm-up.
 
     It takes the same steps as the learner's, so the weights after it are the same. When `stopped` comes
-    before its end, the stage stays "warmup".
-    """
+    before its end, the stage stays "warmup"."""
     backend = restore_backend(settings, initial, checkpoint, progress, _alone(settings.learner.parallel))
     if progress.stage == "warmup":
         finish_warm_up(backend, settings, initial.demonstrations, progress, stopped)

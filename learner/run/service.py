@@ -51,8 +51,7 @@ async def run(
 
     Rank 0 holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over;
     `begin` is called as soon as it holds it.
-    Raises `WorldError` when another rank is gone.
-    """
+    Raises `WorldError` when another rank is gone."""
     number, incarnation = world_rank(), secrets.token_hex(4)
     with (
         closing(ReplayReader(bus, incarnation, read=settings.learner.read)) as reader,

@@ -40,8 +40,7 @@ def train_critic(
     Every rank calls this, with its own samples, which have `values` and `value_targets`. Returns the figures
     of the step: `value_loss` and `clipped_fraction` are means over its updates, `explained_variance`,
     `value_mean` and `target_mean` are of the first epoch, `grad_norm` is the largest, `lr` the last, and
-    `skipped_updates` a count.
-    """
+    `skipped_updates` a count."""
     critic, ranks = critic_of(backend), backend.data_parallel_group
     budget, share = learner.batch.token_budget, learner.batch.share_prefixes
     batches = [
@@ -90,8 +89,7 @@ def train_on(
     teachers behind servers, equal on the ranks that share a model. Of several ranks each gives
     its own groups; the batch's counts and the result are those of all. Raises `ConfigError` for a trajectory
     over the token budget, if such are to be refused, for rewards that the advantage cannot take, and for
-    hooks of the user's that misfit.
-    """
+    hooks of the user's that misfit."""
     ranks = backend.data_parallel_group
     samples = recorded_samples(groups, with_experts=learner.router_replay == "engine")
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
@@ -194,8 +192,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
 
     It has the loss over the denominators of all, means by the tokens that they are of, the largest of what is
     a bound, the largest gradient norm or one that is not finite, and the last learning rate. The mismatch is
-    that of the first update.
-    """
+    that of the first update."""
     if len(updates) == 1:
         return updates[0]
 

@@ -111,8 +111,7 @@ def finish_warm_up(
 ) -> None:  # fmt: skip
     """Take the steps that are left and begin reinforcement learning, for a process that leads no ranks.
 
-    When `stopped` comes before the last step, the stage stays "warmup".
-    """
+    When `stopped` comes before the last step, the stage stays "warmup"."""
     steps = range(progress.warmup_step, settings.warmup.steps)
     for step in tracked(steps, "warming up on demonstrations"):
         if stopped():

@@ -61,8 +61,7 @@ class Rank:
     All ranks call the same methods in the same order; most are collective. `World.call` calls any of them
     on all ranks: a coroutine in its turn, a plain method at once.
 
-    Torch works on `thread` alone, which keeps the bus responsive: a CUDA device is chosen for each thread.
-    """
+    Torch works on `thread` alone, which keeps the bus responsive: a CUDA device is chosen for each thread."""
 
     def __init__(
         self, backend: Backend, settings: LearnerSettings, *,

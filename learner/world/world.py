@@ -35,8 +35,7 @@ class World:
     async def led(self, stop: asyncio.Event) -> AsyncIterator[None]:
         """Keep the other ranks listening inside, and let them go at the end.
 
-        Sets `stop` when any of them was told to stop. Raises `WorldError` when one is gone.
-        """
+        Sets `stop` when any of them was told to stop. Raises `WorldError` when one is gone."""
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(self._beat(stop), name="heartbeat of the world")
             yield
@@ -52,8 +51,7 @@ class World:
         """Call a coroutine of `Rank` on all ranks, by its name; return what it returns on this one, rank 0.
 
         Every one can be called so, if its arguments can be pickled: there is no list of them. Raises
-        `WorldError` when a rank is gone.
-        """
+        `WorldError` when a rank is gone."""
         await self._channel.send(RankCall(method.__name__, arguments, named))
         return await method(self.rank, *arguments, **named)
 
@@ -82,8 +80,7 @@ class World:
     async def follow(self) -> None:
         """Do what rank 0 calls until it ends the world; any other rank calls this.
 
-        Raises `WorldError` when rank 0 is gone.
-        """
+        Raises `WorldError` when rank 0 is gone."""
         calls: asyncio.Queue[RankCall] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(calls), name="hear calls")

@@ -4,8 +4,7 @@ Each process writes files of its own, which `launch verify` compares with the st
 (launch/verify). A file begins with a line of JSON that says whose it is; then records of 72
 bytes follow, each with a checksum. The kernel has a record when `add` returns, so that a kill of the process
 loses none; a power cut may lose what was written in the seconds before it, for only a finished file is
-synced. A file ends at `FILE_BYTES`, and the oldest of a directory are removed above `DIRECTORY_BYTES`.
-"""
+synced. A file ends at `FILE_BYTES`, and the oldest of a directory are removed above `DIRECTORY_BYTES`."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The learner's side of storage: lease the groups of a step, fetch their trajectories, commit, resume.
 
-Trajectories are read from the files of a shard on the same host, and come over the bus from any other.
-"""
+Trajectories are read from the files of a shard on the same host, and come over the bus from any other."""
 
 import asyncio
 import threading
@@ -73,8 +72,7 @@ class ReplayReader:
 
         Raises `BusAwayError` when storage is silent for `Bus.patience_s`, `BusError` when it refuses for
         `REFUSAL_LIMIT_S`, `FencedError` when another learner took over, and `NoActorsError` when the actors
-        have ended by what no restart mends.
-        """
+        have ended by what no restart mends."""
         request = BatchRequest(step=step, policy_version=policy_version, incarnation=self._incarnation)
         subject = self._bus.subject("rpc", "batch")
         heard, alarm = time.monotonic(), ""
@@ -102,8 +100,7 @@ class ReplayReader:
         """Fetch the trajectories of each group, in the order of `refs`, which may be a part of a lease.
 
         Every rank of a learner may fetch its own. Raises as `lease` does, and
-        `UnreadableGroupsError` at once for groups that are damaged or were retired.
-        """
+        `UnreadableGroupsError` at once for groups that are damaged or were retired."""
         by_shard: defaultdict[int, list[int]] = defaultdict(list)
         for ref in refs:
             by_shard[ref.shard].append(ref.lease_id)

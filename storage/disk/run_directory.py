@@ -231,8 +231,7 @@ class RunDirectory:
 
         `changed` are settings that are other than at the start before.
 
-        Raises `ConfigError` as `refuse_unwritable` and `refuse_other_format` do.
-        """
+        Raises `ConfigError` as `refuse_unwritable` and `refuse_other_format` do."""
         self.refuse_unwritable()
         self.refuse_other_format()
         starts = [*self._starts(), provenance() | {"format": FORMAT, "changed": {**(changed or {})}}]

@@ -1,8 +1,7 @@
 """Every decision about leases, on the ledger: what to issue, what a step gets, whom to believe.
 
 There is no bus here and no clock, so that any order of events can be tested. Changes reach the disk with
-`Ledger.flush`, which the dispatcher calls before anybody else hears of them.
-"""
+`Ledger.flush`, which the dispatcher calls before anybody else hears of them."""
 
 import json
 import math
@@ -31,8 +30,7 @@ class EssBrake:
     It begins to hold after `steps` steps in a row whose effective sample size was below the threshold, and
     lets go after as many in a row at or above it. Each published version says the figure of the step that
     made it; one without a figure changes nothing. The ledger keeps where it stands, so that a restart of
-    storage lets go of nothing.
-    """
+    storage lets go of nothing."""
 
     def __init__(self, ledger: Ledger, config: EssBrakeConfig) -> None:
         """Go on from what the ledger says; without a threshold it never holds."""
@@ -179,8 +177,7 @@ class Admission:
         """Return the number of leases that may be issued now.
 
         AReaL's capacity rule, with what was trained read from the ledger instead of computed from the
-        version, so that it stays right when batch size or bound change on a resume.
-        """
+        version, so that it stays right when batch size or bound change on a resume."""
         policy, config = self.policy, self._config
         if policy is None or policy.stage != "rl" or not self.opened:
             return 0
@@ -212,8 +209,7 @@ class Admission:
 
         While they are held back these are the fewest with which every step gets its groups: none, unless a
         group is to be trained on several times. Whatever is owed already is trained on, so no step waits for
-        ever. Exact staleness with r uses each has r - 1 versions partly used up, by half on average.
-        """
+        ever. Exact staleness with r uses each has r - 1 versions partly used up, by half on average."""
         config = self._config
         fewest = min(config.max_staleness, math.ceil(samples_each) - 1)
         if self.held_back:
@@ -226,8 +222,7 @@ class Admission:
         """Open leases for all the room there is; return the ids of those to roll out.
 
         A lease whose turn falls to a quarantined prompt is refunded at once, so that the others' prompts stay
-        those that their numbers say.
-        """
+        those that their numbers say."""
         issued: list[int] = []
         while (count := int(min(self.room(), self._prompts_left()))) > 0 and self.policy is not None:
             leases = self._ledger.issue(count, self.policy.policy_version)
@@ -398,8 +393,7 @@ class Admission:
         """No step can wait for groups that may be sampled only by the weights which come after it.
 
         A learner that died leaves such leases, when its successor resumes from further back and the groups
-        taken back do not last for the steps up to that version.
-        """
+        taken back do not last for the steps up to that version."""
         out = self._ledger.rolling_out
         ahead = [n for n in lease_ids if n in out and out[n].policy_version > train_version]
         if ahead:

@@ -93,8 +93,7 @@ class LostLeases:
 
     A lease becomes trajectories or a rejection, and these an entry in a shard or in the ledger, each gone
     only after the next is there. So what is not on TASKS is among what TRAJECTORIES and OUTCOMES hold then;
-    once they were read so far, it is stored, settled or lost.
-    """
+    once they were read so far, it is stored, settled or lost."""
 
     def __init__(self, bus: Bus, shards: int) -> None:
         self._bus = bus

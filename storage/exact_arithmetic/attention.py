@@ -1,8 +1,7 @@
 """Attention whose result for a query depends on the tokens before it alone, to the bit.
 
 Keys that a query does not see add zeros to exact sums. So it does not matter how many there are: a prompt in
-one pass, a token at a time behind a cache, and a pack of sequences give the same.
-"""
+one pass, a token at a time behind a cache, and a pack of sequences give the same."""
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, seen: Ten
         seen: bool [B, S], keys that each sequence's queries see. `None` is causal: the last query sees all
             keys, and each one before it a key less.
 
-    Raises `ConfigError` for more keys than sums take.
-    """
+    Raises `ConfigError` for more keys than sums take."""
     if key.shape[2] > MOST_TOKENS:
         raise ConfigError(
             f"a sequence has {key.shape[2]} tokens, and model.numerics=exact attends to at most "
@@ -72,8 +70,7 @@ def _attend(
         value: its unit is [B, groups, 1, S].
         value_unit: as said.
         scale: multiplies the scores.
-        visible: bool, [B, 1, q, S] or what is broadcast to it.
-    """
+        visible: bool, [B, 1, q, S] or what is broadcast to it."""
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
     by_group = (batch, groups, heads // groups * queries, -1)

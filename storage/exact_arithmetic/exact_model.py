@@ -2,8 +2,7 @@
 
 Modules without parts (linear layers, norms, activations, rotary embeddings) find exact functions in place of
 torch's; attention is a kind of its own, which the caller names. What models compute between these are sums
-and products of numbers, and copies. A pass at the start looks at every operation for others.
-"""
+and products of numbers, and copies. A pass at the start looks at every operation for others."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

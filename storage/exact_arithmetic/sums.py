@@ -7,8 +7,7 @@ value; it is rounded once to float32.
 
 Factors have 24 and 23 bits where 64 products are added up, 21 and 20 where 4,096 are, and 18 or 19 in
 attention. Sums of 64 err as much as float32's, those of 4,096 six times and attention thirty times as much,
-which is 5e-6 of its values. In a row with an element 100 times the others these lose seven bits more.
-"""
+which is 5e-6 of its values. In a row with an element 100 times the others these lose seven bits more."""
 
 import torch
 from torch import Tensor

@@ -92,8 +92,7 @@ def embedded(content: list[Json], files: ImageFiles, column: object = None) -> l
         files: of images, beside that file.
         column: images of the row in their order, for parts that name none, or else for each `PLACE` in the
             texts: paths, or bytes as Hugging Face datasets have them.
-    Raises `ImageError`.
-    """
+    Raises `ImageError`."""
     given = column if isinstance(column, list) else []
     if given and not any(is_image(part) for message in content for part in _parts(message)):
         content = [_divided(message) for message in content]

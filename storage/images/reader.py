@@ -1,8 +1,7 @@
 """Encoded images as a vision model takes them: by the image processor of its directory, the same everywhere.
 
 It is transformers' processor on PIL, whatever else is installed: a process that resizes with another library
-would compute with other pixels than the engine.
-"""
+would compute with other pixels than the engine."""
 
 import json
 from collections import OrderedDict

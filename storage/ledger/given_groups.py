@@ -43,8 +43,7 @@ class GivenGroups:
     """Which steps each group was given to. `forget` bounds what is in memory, and changes no answer.
 
     It reads the file under the lock `on_disk`, and expects there only what was flushed: a step is not
-    forgotten before.
-    """
+    forgotten before."""
 
     def __init__(
         self,

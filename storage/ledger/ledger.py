@@ -2,8 +2,7 @@
 
 All of it is on the disk; in memory is what is open, and the steps that a learner may still ask about.
 Changes take effect in memory at once and on disk with `flush`, in one transaction. Whoever makes a change
-visible to another process (a lease published, a batch handed out) flushes first.
-"""
+visible to another process (a lease published, a batch handed out) flushes first."""
 
 import sqlite3
 import threading
@@ -148,8 +147,7 @@ def totals(sql: sqlite3.Connection, states: tuple[str, ...]) -> Totals:
 
     Args:
         sql: the ledger.
-        states: all that a lease may be in.
-    """
+        states: all that a lease may be in."""
     marks = ", ".join("?" * len(states))
     query = f"SELECT lease_id, state FROM leases WHERE state NOT IN ({marks}) LIMIT 1"
     if (odd := sql.execute(query, states).fetchone()) is not None:
@@ -176,8 +174,7 @@ class Ledger:
     """Records the state of every lease. The dispatcher owns it: a lock keeps other processes out.
 
     Whoever opens it begins an epoch, which every change names: a process that the lock did not keep out, as
-    on a network file system, or that was suspended meanwhile, changes nothing any more.
-    """
+    on a network file system, or that was suspended meanwhile, changes nothing any more."""
 
     def __init__(self, connection: sqlite3.Connection, lock: BufferedRandom | None = None) -> None:
         self._sql = connection
@@ -199,8 +196,7 @@ class Ledger:
         """Open or create the ledger at `path`.
 
         Raises `ConfigError` when another process has it open, `LostDataError` for a file that is no whole
-        ledger of this build, and `StorageError` when the disk refuses.
-        """
+        ledger of this build, and `StorageError` when the disk refuses."""
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_file(path.with_name(f".{path.name}.lock"))
         if lock is None:
@@ -250,8 +246,7 @@ class Ledger:
     def lower(self, lease_ids: Sequence[int], policy_version: int) -> None:
         """Let weights as old as `policy_version` sample these leases, which are rolling out.
 
-        From then on their staleness counts from there. `flush` comes before any actor hears of it.
-        """
+        From then on their staleness counts from there. `flush` comes before any actor hears of it."""
         for lease_id in lease_ids:
             self.rolling_out[lease_id] = Candidate(policy_version, lease_id)
         self._change(
@@ -269,8 +264,7 @@ class Ledger:
 
         `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it;
         `tokens` are theirs together, `computed_tokens` those that go through a model that shares common
-        beginnings, where the learner does, and `images` what they show, where its balance is by work.
-        """
+        beginnings, where the learner does, and `images` what they show, where its balance is by work."""
         lease = self.rolling_out.pop(lease_id, None)
         if lease is None:
             return False
@@ -369,16 +363,14 @@ class Ledger:
         """Keep what is known of the steps up to `step` on the disk alone.
 
         Groups that were issued at `oldest_version` or later stay known, for samplers that use them again.
-        Whatever is asked about is read from the disk, so this changes no answer.
-        """
+        Whatever is asked about is read from the disk, so this changes no answer."""
         self._given.forget(step, oldest_version=oldest_version)
 
     def flush(self) -> None:
         """Make every change so far durable. Called in a worker thread.
 
         Raises `StorageError` when the disk refuses; the changes are kept for the next attempt. Raises
-        `FencedError` when another process has opened the ledger since.
-        """
+        `FencedError` when another process has opened the ledger since."""
         with self._on_disk:
             with self._changing:
                 pending, self._pending = self._pending, []
@@ -428,8 +420,7 @@ class Ledger:
 
         A group is owed `samples_each`, and nothing any more once it is older than `oldest_version`; but one
         that a later step has is counted whatever its age. With 1 this is how many groups are issued that no
-        step up to `step` trains on.
-        """
+        step up to `step` trains on."""
         untouched = len(self.rolling_out) + len(self.stored)
         groups = self._given.used_after(step)
         if samples_each > 1:  # else one step is enough

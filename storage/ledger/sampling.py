@@ -106,8 +106,7 @@ def choose(
         stored: complete groups that no step has, none of them expired.
         used: complete groups that steps have, and how many do; of any age.
         rolling_out: issued groups that are not complete.
-        question: what the step needs.
-    """
+        question: what the step needs."""
     oldest = question.train_version - question.max_staleness
     again = [(g, n) for g, n in used if n < sampler.max_reuse and g.policy_version >= oldest]
     if isinstance(sampler, FifoSampler):
@@ -129,8 +128,7 @@ def oldest_first(
     A group issued at version u has its deadline at u + max_staleness. Taking younger groups past one that is
     still rolling out is fine until the steps left before its deadline no longer hold all that are due by
     then; from there the step waits for it (earliest deadline first, Liu & Layland 1973). It never waits for
-    one that waiting cannot save. Groups to train on once more, `again`, only fill a step that has too few.
-    """
+    one that waiting cannot save. Groups to train on once more, `again`, only fill a step that has too few."""
     groups, version, staleness = question.groups, question.train_version, question.max_staleness
     ready = sorted(stored)
     out = [c for c in rolling_out if c.policy_version + staleness >= version]
@@ -234,8 +232,7 @@ def systematic(chances: NDArray[np.float64], order: NDArray[np.intp], first_mark
     Args:
         chances: [N] in (0, 1], whose sum is a whole number.
         order: [N], the positions in the order in which their chances are laid end to end.
-        first_mark: between 0 and 1.
-    """
+        first_mark: between 0 and 1."""
     certain = np.flatnonzero(chances == 1.0).astype(np.int64)
     order = order[chances[order] < 1.0]
     ends = np.cumsum(chances[order])
@@ -252,8 +249,7 @@ def importance_weights(chances: NDArray[np.float64], exponent: float) -> NDArray
 
     The expected sum of a step's weights is the number of its groups. So with an exponent of 1 the weight is
     (mean chance) / chance, and the expected weighted loss of a step is the mean loss of all N groups
-    (Horvitz & Thompson 1952); with an exponent of 0 each weight is 1.
-    """
+    (Horvitz & Thompson 1952); with an exponent of 0 each weight is 1."""
     corrections = np.where(chances > 0, chances, 1.0) ** -exponent
     return np.asarray(corrections * (chances.sum() / (chances * corrections).sum()), np.float64)
 
@@ -261,8 +257,7 @@ def importance_weights(chances: NDArray[np.float64], exponent: float) -> NDArray
 def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: int) -> list[int]:
     """Return the leases past the bound at `train_version`.
 
-    Oldest first, only a changed bound or batch size brings that about; a random strategy passes some by.
-    """
+    Oldest first, only a changed bound or batch size brings that about; a random strategy passes some by."""
     return sorted(c.lease_id for c in stored if c.policy_version + max_staleness < train_version)
 
 

@@ -62,8 +62,7 @@ async def record_metrics(
     """Record every event of the run until `stop`, then those that are there by then.
 
     The place on EVENTS is kept in the run's directory. After a restart the recorder goes on there: no event
-    that EVENTS still holds is lost, and none is written twice.
-    """
+    that EVENTS still holds is lost, and none is written twice."""
     files = await asyncio.to_thread(_Files, run)
     reader = StreamReader(bus, "EVENTS", bus.subject("events", ">"), after=files.place)
     stopped_s = 0.0

@@ -42,8 +42,7 @@ def evaluation_record(
         result: what was measured.
         step: made the evaluated version.
         time_s: when the result came, since the epoch.
-        learner_version: the learner's newest version then; None if it is not known.
-    """
+        learner_version: the learner's newest version then; None if it is not known."""
     oldest, newest = result.drawn_by
     further: Record = {} if not result.data_set else {"data_set": result.data_set, "samples": result.samples}
     if learner_version is not None:

@@ -2,8 +2,7 @@
 
 Files name the language model in three ways: `language_model.model.layers` (Gemma 3, Mistral 3, Kimi K2.5),
 `model.language_model.layers` (Qwen3.5, Gemma 4) and `language_model.layers`. Alone its weights have the names
-of a text model, `model.layers` and `lm_head`.
-"""
+of a text model, `model.layers` and `lm_head`."""
 
 import copy
 import re

@@ -195,8 +195,7 @@ def tool_schemas(value: Json, where: str) -> list[Json]:
 
     Args:
         value: what the row has.
-        where: file, row and field, for the error.
-    """
+        where: file, row and field, for the error."""
     if value is None or value == "":
         return []
     tools = _parsed_tools(value, where) if isinstance(value, str) else _without_nulls(value)

@@ -97,8 +97,7 @@ def weights(
     Args:
         curriculum: what is preferred.
         configured: weight of each source.
-        solved: fraction of its rollouts that solve each source's prompts.
-    """
+        solved: fraction of its rollouts that solve each source's prompts."""
     total = sum(configured.values())
     share = {name: weight / total for name, weight in configured.items()}
     wanted = {name: share[name] * preference(curriculum, solved[name]) for name in configured}

@@ -30,8 +30,7 @@ class DataSets:
     """Data sets as the ledger records them. A change is durable once the ledger is flushed.
 
     Every data set is copied into `directory` before it is used, so that an open lease keeps its prompt
-    whatever happens to the file.
-    """
+    whatever happens to the file."""
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
         self._ledger = ledger
@@ -73,8 +72,7 @@ class DataSets:
         stream `prompts` are the first, and its name says whether it has changed. Where the order `is_picked`,
         `pick` follows.
 
-        Reads the copies that leases need, which blocks. Raises `StorageError` when one is gone.
-        """
+        Reads the copies that leases need, which blocks. Raises `StorageError` when one is gone."""
         digest = self._copied(prompts).digest
         weights = [[[one.name, one.count, one.weight] for one in sources]] if sources else []
         picked = ["picked"] if is_picked else []
@@ -96,8 +94,7 @@ class DataSets:
         """Use `prompts` from the next lease on, after those of the latest data set if `keep_old`.
 
         Adding the same prompts twice in a row changes nothing. One call at a time. Raises `StorageError`, and
-        `ConfigError` for prompts that would be added to a mixture.
-        """
+        `ConfigError` for prompts that would be added to a mixture."""
         before = self.latest
         if keep_old and before.sources:
             names = ", ".join(one.name for one in before.sources)

@@ -1,6 +1,5 @@
 """Orders of visits to prompts that one integer resumes: over the epochs of one file, over several sources in
-exact fractions, and over the data sets of a run.
-"""
+exact fractions, and over the data sets of a run."""
 
 from array import array
 from bisect import bisect_right

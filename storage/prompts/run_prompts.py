@@ -1,7 +1,6 @@
 """Reads the prompts of a run: those it trains on, and those it measures with.
 
-Training prompts that were read before are taken from the run's directory where no file has changed since.
-"""
+Training prompts that were read before are taken from the run's directory where no file has changed since."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -62,8 +61,7 @@ def read_prompts(
     stands for them.
 
     Those to train on are copied into `run` and stay on disk. Raises `ConfigError` for whatever is wrong
-    with them; a run that is new leaves nothing then.
-    """
+    with them; a run that is new leaves nothing then."""
     load_sampler(data.sampler)
     with run.unmade_on_error():
         return _read_prompts(data, run, seed, evaluation_sets, trained_on)

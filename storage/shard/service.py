@@ -1,7 +1,6 @@
 """`launch shards`: some replay shards of a run in a process of their own, on any host that has the bus.
 
-`launch storage` runs those that it keeps itself by the same means.
-"""
+`launch storage` runs those that it keeps itself by the same means."""
 
 import asyncio
 import secrets

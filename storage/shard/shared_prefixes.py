@@ -14,8 +14,7 @@ def different_beginnings(sequences: Sequence[NDArray[np.int32]], *, least: int =
     model that computes each of them once.
 
     In lexicographic order each sequence has more in common with its neighbours than with any other. What is
-    less than `least` tokens in common counts for each.
-    """
+    less than `least` tokens in common counts for each."""
     # Bytes of big-endian numbers are in the order of the numbers.
     ordered = sorted(sequences, key=lambda tokens: tokens.astype(">i4").tobytes())
     common = (common_length(before, after) for before, after in pairwise(ordered))

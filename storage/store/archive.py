@@ -1,7 +1,6 @@
 """Segments outside the store: a zip file with a compressed zarr group each, in a directory or behind a URL.
 
-`zarr.open` reads each as it lies there (docs/architecture.md).
-"""
+`zarr.open` reads each as it lies there (docs/architecture.md)."""
 
 import secrets
 import shutil

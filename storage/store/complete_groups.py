@@ -5,8 +5,7 @@ complete when it is full and no reward of it is due.
 
 The order of completion is how the dispatcher knows what it has heard of, so it is the same after a restart.
 It follows from the order in which trajectories were stored, but for groups that were closed or had a reward
-due: their places in it are kept in the database.
-"""
+due: their places in it are kept in the database."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -122,8 +121,7 @@ class CompleteGroups:
     def on_stored(self, full: Iterable[int]) -> list[int]:
         """Take note that these groups became full, in this order; return those that are complete now.
 
-        Raises `StorageError` when the disk refuses; the next call makes up for it.
-        """
+        Raises `StorageError` when the disk refuses; the next call makes up for it."""
         full = list(full)
         self._unplaced += [lease_id for lease_id in full if not self.rewards.is_missing(lease_id)]
         completed = list(self._unplaced)
@@ -135,8 +133,7 @@ class CompleteGroups:
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
         """Close the groups that have at least `fewest` trajectories and no reward due.
 
-        Returns those of `lease_ids` that are complete now. Raises `StorageError` when the disk refuses.
-        """
+        Returns those of `lease_ids` that are complete now. Raises `StorageError` when the disk refuses."""
         short = [
             lease_id
             for lease_id in dict.fromkeys(lease_ids)
@@ -155,8 +152,7 @@ class CompleteGroups:
 
         Returns the groups that are complete now, and counts as of `LateRewards.first_of`. Raises
         `StorageError` when the disk refuses, and `SchemaError` for a trajectory that its group cannot have or
-        that has its reward; then nothing is kept.
-        """
+        that has its reward; then nothing is kept."""
         for given in rewards:
             if not self.is_forgotten(given.lease_id):
                 self._refuse_not_due(given)
@@ -209,8 +205,7 @@ class CompleteGroups:
         Args:
             through: leases below this one are settled, but for
             unsettled: these.
-            seen: complete groups that the dispatcher has seen, the first of the order.
-        """
+            seen: complete groups that the dispatcher has seen, the first of the order."""
         if self._unplaced:
             return None
         new = settle_more(self._settled, through, unsettled)

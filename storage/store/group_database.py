@@ -1,8 +1,7 @@
 """What a shard must remember of its groups beside its segments, in one SQLite database.
 
 The database is made with the first reward that comes late, the first group that is closed short or the first
-turn of a rollout that was interrupted. Whatever belongs together is written in one transaction.
-"""
+turn of a rollout that was interrupted. Whatever belongs together is written in one transaction."""
 
 import sqlite3
 import threading
@@ -59,8 +58,7 @@ class GroupDatabase:
     def reading(self) -> Iterator[sqlite3.Connection | None]:
         """Give the connection, or None while there is no file.
 
-        Raises `StorageError` for a file that is no such database.
-        """
+        Raises `StorageError` for a file that is no such database."""
         with self._connection(create=False) as sql:
             yield sql
 
@@ -68,8 +66,7 @@ class GroupDatabase:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Make what is written inside durable as a whole; the file is made if there is none.
 
-        Raises `StorageError` when the disk refuses; then nothing has changed.
-        """
+        Raises `StorageError` when the disk refuses; then nothing has changed."""
         with self._connection(create=True) as sql:
             assert sql is not None
             sql.execute("BEGIN")

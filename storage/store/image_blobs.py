@@ -1,8 +1,7 @@
 """The images of a segment: the encoded bytes of each, once, however many trajectories show it.
 
 `images` [bytes] holds one after the other, and `image_rows` [n, 3] the two halves of each one's digest and
-where it ends. A segment whose trajectories have no images has neither.
-"""
+where it ends. A segment whose trajectories have no images has neither."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 A trajectory's row counts from 0 over the whole shard, in the order of writing; merging segments and retiring
 them changes no row. The index is arrays: five columns that are kept on disk, and two that follow from them.
-Groups that are settled are forgotten (storage/store/settled.py).
-"""
+Groups that are settled are forgotten (storage/store/settled.py)."""
 
 import io
 import zipfile

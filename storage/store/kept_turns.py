@@ -1,7 +1,6 @@
 """Turns of rollouts that have not ended, so that the next actor need not sample them again.
 
-They are of use until the group of their lease is full or settled, and are removed then.
-"""
+They are of use until the group of their lease is full or settled, and are removed then."""
 
 import threading
 from collections import Counter
@@ -78,8 +77,7 @@ class KeptTurns:
         """Remove the turns of these leases, and count them under `reason`.
 
         Where the disk refuses they stay until their lease is settled: whoever stores trajectories must not
-        fail by them. Raises `LostDataError` for a damaged database.
-        """
+        fail by them. Raises `LostDataError` for a damaged database."""
         with self._changing:
             gone = {n: self._leases[n] for n in lease_ids if n in self._leases}
             if not gone:

@@ -1,7 +1,6 @@
 """Rewards that come apart from their trajectories: which are due, and which were given.
 
-Segments stay as written: a reward is joined to its trajectory when that is read.
-"""
+Segments stay as written: a reward is joined to its trajectory when that is read."""
 
 import sqlite3
 import time
@@ -123,8 +122,7 @@ class LateRewards:
 
         Args:
             due: those whose reward comes later.
-            stored: all that are about to be stored.
-        """
+            stored: all that are about to be stored."""
         due = list(due)
         known = [key for key in stored if key[0] in self._late]
         if not due and not known:

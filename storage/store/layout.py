@@ -3,8 +3,7 @@
 Segments are numbered in the order of writing. An entry is one segment, several merged, or what is left of
 them when they are retired, and its name says which: `segment_00000004`, `segment_00000004-00000051`,
 `retired_00000004-00000051`. An entry that covers another's numbers replaces it, and a retired entry the
-segment of the same numbers: so one rename switches, and whatever a crash leaves counts once.
-"""
+segment of the same numbers: so one rename switches, and whatever a crash leaves counts once."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -160,8 +159,7 @@ def covered_entries(
     Args:
         entries: what the directory holds.
         found: what each says of itself.
-        indexed: `IndexFile.entries`; some may have been merged since.
-    """
+        indexed: `IndexFile.entries`; some may have been merged since."""
     end_of = dict(indexed[:, :2].tolist())
     newest = max(end_of, default=-1)
     ends: list[int] = []

@@ -1,8 +1,7 @@
 """Housekeeping of one shard in the background: segments are merged, settled ones forgotten and removed.
 
 The dispatcher is asked what is settled while there is something to remove: segments over the limits, many
-trajectories in memory, or turns, whose leases may have been rejected.
-"""
+trajectories in memory, or turns, whose leases may have been rejected."""
 
 import asyncio
 import time

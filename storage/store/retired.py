@@ -1,7 +1,6 @@
 """What is left of a segment that was retired: whose trajectories it held, or, once all are settled, how many.
 
-Neighbours that are settled are one file, which names the segments as the archive has them.
-"""
+Neighbours that are settled are one file, which names the segments as the archive has them."""
 
 import json
 from collections.abc import Sequence

@@ -3,8 +3,7 @@ archived ones.
 
 A hot segment is written uncompressed and mapped, since it is read soon and often. What is merged or archived
 is kept for longer: zarr's sharding codec (zarr v3 specification, `sharding_indexed`) puts an array's
-compressed chunks and their index into one object, of which a reader decodes the chunks that it needs.
-"""
+compressed chunks and their index into one object, of which a reader decodes the chunks that it needs."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,7 @@ merged or archived segment are compressed and sharded by zarr (storage/store/seg
 A segment of N trajectories and T tokens holds `token_ids`, `policy_versions`, `behaviour_logprobs` and
 `loss_mask` [T]; `records` [bytes], a MessagePack list of its other fields for each trajectory; and `rows`
 [N, 6], whose columns `ROW_COLUMNS` names. Where trajectories have images, it holds the encoded bytes of each
-once (storage/store/image_blobs.py).
-"""
+once (storage/store/image_blobs.py)."""
 
 import json
 import struct

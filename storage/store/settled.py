@@ -2,8 +2,7 @@
 
 A shard hears it from the dispatcher, and keeps it on its disk, in a file of the size of what is open. What is
 settled leaves the memory: it is looked up in the segments when somebody reads it, and a trajectory of it that
-the bus delivers once more is refused by its lease's number alone.
-"""
+the bus delivers once more is refused by its lease's number alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -58,8 +57,7 @@ def refuse_older_ledger(
         noted: its `through` and `forgotten` are looked at.
         issued: leases that the ledger has issued.
         seen: complete groups of the shard that the ledger knows.
-        again: leases that are settled, and roll out by what the ledger says.
-    """
+        again: leases that are settled, and roll out by what the ledger says."""
     if noted.through > issued:
         what = f"it has issued {issued} leases, and had issued {noted.through}"
     elif noted.forgotten > seen:

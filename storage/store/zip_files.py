@@ -1,7 +1,6 @@
 """Many files in one: a zip of stored entries, aligned so that they can be mapped and read where they lie.
 
-One file is one fsync: a segment of thirteen small files took ten times as long.
-"""
+One file is one fsync: a segment of thirteen small files took ten times as long."""
 
 import mmap
 import struct

@@ -390,8 +390,7 @@ async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> 
     """Fetch the bytes behind `ref` from the server at `url`, by parts.
 
     Raises `BusError` when it does not answer, is not the server that `access` is for, does not have them, or
-    has others.
-    """
+    has others."""
     parts, data, shown = parts_of(ref), new_memory(ref.size_bytes), shown_access(access)
     slots = asyncio.Semaphore(WINDOW)
 

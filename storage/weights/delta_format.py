@@ -4,8 +4,7 @@ A delta is `MAGIC`, the length of its header, the header, and one zstd frame for
 changed. A frame holds the gaps between the positions of changed words, then how far each word moved, as
 whole numbers modulo the word. A small update moves most words to a neighbour, so moves take a quarter of the
 space of new values. Both are stored in planes, lowest bytes first: the high bytes are nearly all 0, which
-zstd finds. The header names the digest of the base and of every result, so that errors cannot accumulate.
-"""
+zstd finds. The header names the digest of the base and of every result, so that errors cannot accumulate."""
 
 import struct
 from collections.abc import Iterable, Iterator

@@ -171,8 +171,7 @@ def apply_delta(
     `note` is called for every tensor with changed words, on any of the threads; `like` allocates tensors that
     `base` has too.
     It takes no more memory than the changed tensors, and refuses to make `base` more than twice as large.
-    Raises `StorageError` when the delta is malformed or for another base, or a result has another digest.
-    """
+    Raises `StorageError` when the delta is malformed or for another base, or a result has another digest."""
     header, bodies = read_delta(data)
     if header.base_version != base.policy_version or header.base_digest != base.digest():
         raise StorageError(

@@ -1,7 +1,6 @@
 """Weights of one version on the host: tensors as words that compare bit for bit, digests, and snapshots.
 
-A snapshot is a safetensors file. `storage/weights/deltas.py` holds what changed between two versions.
-"""
+A snapshot is a safetensors file. `storage/weights/deltas.py` holds what changed between two versions."""
 
 import json
 import struct

@@ -1,8 +1,7 @@
 """Advantages over the values of a critic, by token or by turn, and what that critic is to learn.
 
 What an environment or a tool wrote is no action: it only leads from one state to the next. So the actions of
-a trajectory are its trained tokens, or its turns with a trained token; each trajectory stands for itself.
-"""
+a trajectory are its trained tokens, or its turns with a trained token; each trajectory stands for itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ def gae(rewards: Floats, values: Floats, *, discount: float, trace_decay: float)
         rewards: [n], given after each action.
         values: [n], of the state before each action.
         discount: factor of what comes an action later (gamma).
-        trace_decay: weight of what comes later against the values (lambda).
-    """
+        trace_decay: weight of what comes later against the values (lambda)."""
     surprises = rewards + discount * _next(values) - values
     return _summed_backwards(surprises, np.full(len(values), discount * trace_decay))
 
@@ -54,8 +52,7 @@ def vtrace(
         discount: factor of what comes an action later (gamma).
         trace_decay: weight of what comes later against the values (lambda).
         rho_bar: upper bound on the weight of an action.
-        c_bar: upper bound on the weight by which later actions count, at most 1.
-    """
+        c_bar: upper bound on the weight by which later actions count, at most 1."""
     ratios = np.exp(np.minimum(log_ratios, LARGEST_LOG_RATIO))
     surprises = rewards + discount * _next(values) - values
     traces = discount * trace_decay * np.minimum(c_bar, ratios)
@@ -130,8 +127,7 @@ def gae_advantages(
         critic: says what the states are worth, and what an action is.
         token_penalties: what is taken from the reward of each token, one number or [L].
 
-    Returns the advantage of each token [L], that of its action; 0 where it is not trained.
-    """
+    Returns the advantage of each token [L], that of its action; 0 where it is not trained."""
     found: list[list[float | Floats]] = []
     for group, estimates, penalties in zip(groups, critic.of, token_penalties, strict=True):
         found.append([])
@@ -148,8 +144,7 @@ def gae_advantages(
 def value_targets(groups: Groups, critic: CriticValues, token_penalties: Penalties | None) -> list[Floats]:
     """Return what the critic is to learn about each trained trajectory, in their order.
 
-    It is [L], and NaN where nothing is to be learned: for tokens that are not the first of an action.
-    """
+    It is [L], and NaN where nothing is to be learned: for tokens that are not the first of an action."""
     found = []
     for i, group in enumerate(groups):
         for j, trajectory in enumerate(group):

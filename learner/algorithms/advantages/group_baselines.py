@@ -33,8 +33,7 @@ def relative_to_peers(
 ) -> list[float | None]:
     """Return the advantage of each trajectory of a prompt by `relative`, which sees the values of peers.
 
-    Trajectories that are not trained, or have no value, are in no baseline and get None.
-    """
+    Trajectories that are not trained, or have no value, are in no baseline and get None."""
     values: dict[Hashable, dict[Hashable, list[float]]] = {}
     places: list[tuple[Hashable, Hashable] | None] = []
     for trajectory in group:
@@ -104,8 +103,7 @@ def oapl_advantages(groups: Groups, *, value_kl_weight: float) -> list[list[floa
     agent.
 
     The policy that maximises reward less b KL(policy || sampling policy) has the value b log E exp(reward /
-    b) under the sampling policy; the mean over the group estimates it, with b = `value_kl_weight`.
-    """
+    b) under the sampling policy; the mean over the group estimates it, with b = `value_kl_weight`."""
     return [
         rewards_relative_to_peers(group, partial(less_optimal_value, value_kl_weight=value_kl_weight))
         for group in groups
@@ -133,8 +131,7 @@ def grpo_advantages(groups: Groups, *, normalize_std: bool, std_floor: float) ->
         normalize_std: divide by the population standard deviation.
         std_floor: added to the standard deviation.
 
-    Returns the advantage of each trajectory, the same at all its tokens.
-    """
+    Returns the advantage of each trajectory, the same at all its tokens."""
     relative = partial(relative_rewards, normalize_std=normalize_std, std_floor=std_floor)
     return [rewards_relative_to_peers(group, relative) for group in groups]
 
@@ -147,8 +144,7 @@ def relative_rewards(rewards: np.ndarray, *, normalize_std: bool, std_floor: flo
         normalize_std: divide by the population standard deviation.
         std_floor: added to the standard deviation.
 
-    Returns float32 [G]; all 0 when the rewards are equal, but for rounding, or there is only one.
-    """
+    Returns float32 [G]; all 0 when the rewards are equal, but for rounding, or there is only one."""
     centred = np.asarray(rewards, np.float64) - np.mean(rewards, dtype=np.float64)
     if are_equal(rewards):
         return np.zeros(len(centred), np.float32)
@@ -169,8 +165,7 @@ def gdpo_advantages(
         groups: trajectories of one prompt each. Those that are not trained are in no baseline and get 0.
         sums: adds up over ranks.
 
-    Raises `ConfigError` for a trained trajectory that lacks one of the rewards.
-    """
+    Raises `ConfigError` for a trained trajectory that lacks one of the rewards."""
     relative = partial(relative_rewards, normalize_std=True, std_floor=std_floor)
     added: list[list[float]] = []
     for group in groups:
@@ -203,8 +198,7 @@ def hierarchical_advantages(
     Args:
         groups: trajectories of one prompt each. Those that are not trained are in no baseline and get 0.
 
-    Returns the advantage of each trajectory, the same at all its tokens.
-    """
+    Returns the advantage of each trajectory, the same at all its tokens."""
     relative = partial(relative_rewards, normalize_std=normalize_std, std_floor=std_floor)
     return [
         rewards_relative_to_peers(group, relative, _peers(group, frozenset(within_episode)))

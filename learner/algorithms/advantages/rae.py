@@ -28,8 +28,7 @@ def rae_advantages(
         sums: adds up over ranks.
         baselines: by agent; changed in place, and kept in checkpoints.
 
-    Raises `ConfigError` for a trained trajectory that lacks the entry.
-    """
+    Raises `ConfigError` for a trained trajectory that lacks the entry."""
     names = [[_name(t, metadata_key) if t.is_trained else "" for t in group] for group in groups]
     advantages = [
         [t.reward - baselines.get(name, 0.0) if t.is_trained else 0.0 for t, name in zip(*pair, strict=True)]

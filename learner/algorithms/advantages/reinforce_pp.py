@@ -23,8 +23,7 @@ def reinforce_pp_advantages(
         groups: trajectories of one prompt each; those that are not trained get 0.
         discount_per_token: factor of what comes a token later.
         sums: adds up over ranks.
-        token_penalties: taken from the rewards of the tokens.
-    """
+        token_penalties: taken from the rewards of the tokens."""
     factor = discount_per_token
     returns = [
         [_returns(t, lost, factor) if t.is_trained else 0.0 for t, lost in zip(*pair, strict=True)]
@@ -44,8 +43,7 @@ def reinforce_pp_baseline_advantages(
     Args:
         groups: trajectories of one prompt each; those that are not trained are in no baseline and get 0.
         sums: adds up over ranks.
-        token_penalties: taken from the advantages of the tokens.
-    """
+        token_penalties: taken from the advantages of the tokens."""
     relative = [
         rewards_relative_to_peers(group, lambda rewards: rewards - rewards.mean()) for group in groups
     ]

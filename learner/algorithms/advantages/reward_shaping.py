@@ -22,8 +22,7 @@ TokenPenalties = list[list[float | NDArray[np.float64]]]
 def overlong_penalty(tokens: int, *, longest: int, margin: int) -> float:
     """Return what an answer of so many tokens gets for its length, from 0 to -1 (arXiv:2503.14476, eq. 13).
 
-    It is 0 up to `longest - margin` and -1 from `longest` on, and falls evenly in between.
-    """
+    It is 0 up to `longest - margin` and -1 from `longest` on, and falls evenly in between."""
     if tokens >= longest:
         return -1.0
     return min(0.0, (longest - margin - tokens) / margin) if margin else 0.0
@@ -67,8 +66,7 @@ def reference_penalties(
     Args:
         groups: trajectories of one prompt each.
         samples: of the trained trajectories, in that order, with `reference_logprobs`.
-        reference: says whether, how much, and by which estimator.
-    """
+        reference: says whether, how much, and by which estimator."""
     if reference.kl_coef == 0 or reference.kl_in != "reward":
         return None
     remaining = iter(samples)
@@ -93,8 +91,7 @@ def _of_sample(trajectory: Trajectory, sample: Sample, reference: ReferenceConfi
 def with_token_penalties(groups: Groups, penalties: TokenPenalties) -> Groups:
     """Return the groups with the sum of its tokens' penalties taken from each trajectory's reward.
 
-    This is the reward of RLOO (arXiv:2402.14740), for estimators that know the outcome alone.
-    """
+    This is the reward of RLOO (arXiv:2402.14740), for estimators that know the outcome alone."""
     return [
         [replace(t, reward=t.reward - float(np.sum(lost))) for t, lost in zip(group, of_group, strict=True)]
         for group, of_group in zip(groups, penalties, strict=True)

@@ -114,8 +114,7 @@ def advantages_of_step(
         baselines: what the step before left, the same on every rank; it stays as it is.
 
     Raises `ConfigError` for a function of the user's that misfits, and for rewards that an estimator cannot
-    take.
-    """
+    take."""
     shaped, penalties = _shaped(groups, samples, learner)
     critic = CriticValues.from_samples(groups, samples, learner.critic) if learner.has_critic else None
     offered = Offered(sums=sums, token_penalties=penalties, baselines=dict(baselines), critic=critic)
@@ -128,8 +127,7 @@ def advantages_of_step(
 def with_value_targets(groups: Groups, samples: Sequence[Sample], learner: LearnerConfig) -> Sequence[Sample]:
     """Return the samples with what the critic is to learn about them, from the rewards as they are shaped.
 
-    They come as `advantages_of_step` got them; without a critic they stay as they are.
-    """
+    They come as `advantages_of_step` got them; without a critic they stay as they are."""
     if not learner.has_critic:
         return samples
     shaped, penalties = _shaped(groups, samples, learner)

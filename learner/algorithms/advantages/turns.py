@@ -31,8 +31,7 @@ def discounted_return_advantages(
         baseline: "turn" compares a return with those of the same agent at the same turn in the other rollouts
             of the prompt, so that a turn which no other rollout has gets 0; "none" leaves it as it is.
 
-    Returns the advantage of each token [L], 0 outside of turns.
-    """
+    Returns the advantage of each token [L], 0 outside of turns."""
     relative = partial(relative_rewards, normalize_std=normalize_std, std_floor=std_floor)
     found: list[list[float | NDArray[np.float64]]] = []
     for group in groups:
@@ -58,8 +57,7 @@ def turn_credit_advantages(
         groups: trajectories of one prompt each; those that are not trained are in no baseline and get 0.
         outcome_coef: weight of the outcome in a turn with a reward of its own (lambda of the paper).
 
-    Returns the advantage of each token [L], 0 outside of turns.
-    """
+    Returns the advantage of each token [L], 0 outside of turns."""
     relative = partial(relative_rewards, normalize_std=normalize_std, std_floor=std_floor)
     found: list[list[float | NDArray[np.float64]]] = []
     for group in groups:

@@ -34,8 +34,7 @@ def whitened(
         groups: trajectories of one prompt each; those that are not trained count nowhere and get 0.
         advantages: of each trajectory, one or [L].
         sums: adds up over ranks.
-        over: whether each trained token counts once, or each trajectory, whose advantage is one then.
-    """
+        over: whether each trained token counts once, or each trajectory, whose advantage is one then."""
     pairs = [
         (trajectory, np.asarray(advantage, np.float64))
         for group, found in zip(groups, advantages, strict=True)

@@ -11,8 +11,7 @@ def ppo_clip_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy gradient (arXiv:1707.06347, eq. 7) with an upper bound of its own (arXiv:2503.14476).
 
-    Returns the loss of each token, [N], and which tokens are clipped, [N].
-    """
+    Returns the loss of each token, [N], and which tokens are clipped, [N]."""
     advantages, ratio = tokens.streams["advantages"], tokens.ratio_to(f"{centre}_logprobs")
     high = clip_eps if clip_eps_high is None else clip_eps_high
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_eps, 1 + high) * advantages
@@ -32,8 +31,7 @@ def gspo_loss(
     The ratio of a sequence is the exponential of its mean log ratio to the behaviour policy. It is not
     separable over tokens: each token's gradient depends on the whole sequence.
 
-    Returns the loss of each token, [N], which is that of its sequence, and which tokens are clipped, [N].
-    """
+    Returns the loss of each token, [N], which is that of its sequence, and which tokens are clipped, [N]."""
     log_ratio = tokens.sequence_mean(tokens.logprobs - tokens.streams["behaviour_logprobs"])
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()[tokens.sequence]
     advantages = tokens.streams["advantages"]
@@ -52,8 +50,7 @@ def gmpo_loss(
     ratio of a sequence is the exponential of their mean. It is not separable over tokens: each token's
     gradient depends on the whole sequence.
 
-    Returns the loss of each token, [N], which is that of its sequence, and which tokens were cut off, [N].
-    """
+    Returns the loss of each token, [N], which is that of its sequence, and which tokens were cut off, [N]."""
     advantages, high = tokens.streams["advantages"], log_clip if log_clip_high is None else log_clip_high
     free = tokens.logprobs - tokens.streams["behaviour_logprobs"]
     cut = free.clamp(-log_clip, high)
@@ -72,8 +69,7 @@ def clip_cov_loss(
         clip_eps: how far below 1 the ratio may fall.
         clip_eps_high: how far above 1 it may rise; `None` means `clip_eps`.
 
-    Returns the loss of each token, [N], and which tokens have no gradient, [N].
-    """
+    Returns the loss of each token, [N], and which tokens have no gradient, [N]."""
     losses, found = ppo_clip_loss(
         tokens, centre="behaviour", clip_eps=clip_eps, clip_eps_high=clip_eps_high, dual_clip=None
     )
@@ -91,8 +87,7 @@ def kl_cov_loss(tokens: LossTokens, *, picked_kl_coef: float) -> tuple[Tensor, d
         tokens: N trained tokens, with the stream `picked_by_covariance`.
         picked_kl_coef: weight of the penalty, per nat.
 
-    Returns the loss of each token, [N], and no sums.
-    """
+    Returns the loss of each token, [N], and no sums."""
     ratio = tokens.ratio_to("behaviour_logprobs")
     distance = tokens.bounded_log_ratio_to("behaviour_logprobs").abs()
     picked = tokens.streams["picked_by_covariance"]
@@ -114,8 +109,7 @@ def value_loss(
         value_clip: distance from the old value.
 
     Returns the losses, [N] in float64, whose squares of any finite float32 are finite, and which values are
-    `clipped`, bool [N].
-    """
+    `clipped`, bool [N]."""
     values, old_values, targets = values.double(), old_values.double(), targets.double()
     held = old_values + (values - old_values).clamp(-value_clip, value_clip)
     error, held_error = (values - targets).square(), (held - targets).square()

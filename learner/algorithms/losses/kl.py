@@ -27,8 +27,7 @@ def kl_estimates(
         reference_logprobs: [N] nats.
         estimator: which of them.
         importance_ratio: [N], current / sampling policy, which makes gradient and estimate unbiased where
-            another policy sampled the tokens (as in DeepSeek-V3.2); `None` is 1.
-    """
+            another policy sampled the tokens (as in DeepSeek-V3.2); `None` is 1."""
     # even of a distance that cannot be, the square and the product with the ratio must be finite
     log_ratio = (logprobs - reference_logprobs).clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE)
     if estimator == "k1":
@@ -59,8 +58,7 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, direction: Direction
     Args:
         logprobs: [N, K + 1] nats, current policy, of the teacher's tokens and of all others together; finite.
         teacher_logprobs: [N, K + 1] nats; -inf for entries that are none, which do not count.
-        direction: which of the two.
-    """
+        direction: which of the two."""
     counts = teacher_logprobs != -torch.inf  # NaN counts: a step with it must not train
     policy, teacher = (torch.where(counts, each, 0.0) for each in (logprobs, teacher_logprobs))
     ratio = policy - teacher

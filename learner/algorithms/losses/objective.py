@@ -127,8 +127,7 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Logg
 
     Returns the losses [N], with gradient, whose sum over all micro-batches and ranks is to be divided by the
     sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log, as `summed` makes
-    them.
-    """
+    them."""
     losses, found = losses_and_counts(objective, tokens)
     return losses, summed(found, tokens.streams["advantages"])
 

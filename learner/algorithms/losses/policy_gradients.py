@@ -16,8 +16,7 @@ def reinforce_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
 
     It takes its tokens to come from the current policy; a correction weighs those that did not.
 
-    Returns the loss of each token, [N], and no sums.
-    """
+    Returns the loss of each token, [N], and no sums."""
     return -tokens.streams["advantages"] * tokens.logprobs, {}
 
 
@@ -28,8 +27,7 @@ def cispo_loss(
 
     Unlike PPO's clip it leaves no token without a gradient.
 
-    Returns the loss of each token, [N], and which tokens are clipped, [N].
-    """
+    Returns the loss of each token, [N], and which tokens are clipped, [N]."""
     ratio = tokens.ratio_to("behaviour_logprobs").detach()
     weight = ratio.clamp(lowest_weight, highest_weight)
     losses = -weight * tokens.streams["advantages"] * tokens.logprobs
@@ -42,8 +40,7 @@ def aipo_loss(tokens: LossTokens, *, ratio_cap: float) -> tuple[Tensor, dict[str
 
     It is CISPO without a lower bound, and has the gradient of REINFORCE with token TIS.
 
-    Returns the loss of each token, [N], and which tokens were cut off, [N].
-    """
+    Returns the loss of each token, [N], and which tokens were cut off, [N]."""
     return cispo_loss(tokens, lowest_weight=0.0, highest_weight=ratio_cap)
 
 
@@ -53,8 +50,7 @@ def topr_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
     Tokens of positive advantage have weight 1. The others have the sequence's ratio to the behaviour policy,
     at most 1: what the policy would hardly say any more is not pushed down further.
 
-    Returns the loss of each token, [N], and which tokens had their ratio cut off at 1, [N].
-    """
+    Returns the loss of each token, [N], and which tokens had their ratio cut off at 1, [N]."""
     advantages = tokens.streams["advantages"]
     log_ratio = tokens.sequence_sum(tokens.logprobs.detach() - tokens.streams["behaviour_logprobs"])
     log_ratio = log_ratio[tokens.sequence]
@@ -83,8 +79,7 @@ def vespo_loss(
         power_negative: k of the others.
         decay_negative: d of the others.
 
-    Returns the loss of each token, [N], and no sums.
-    """
+    Returns the loss of each token, [N], and no sums."""
     advantages = tokens.streams["advantages"]
     log_ratio = tokens.sequence_sum(tokens.logprobs.detach() - tokens.streams["behaviour_logprobs"])
     log_ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)[tokens.sequence]
@@ -107,8 +102,7 @@ def sapo_loss(
         temperature: t of tokens whose advantage is positive.
         temperature_negative: t of the others; a larger one falls off faster.
 
-    Returns the loss of each token, [N], and no sums.
-    """
+    Returns the loss of each token, [N], and no sums."""
     ratio, advantages = tokens.ratio_to("behaviour_logprobs"), tokens.streams["advantages"]
     t = torch.where(advantages > 0, temperature, temperature_negative)
     return -4 / t * torch.sigmoid(t * (ratio - 1)) * advantages, {}
@@ -126,8 +120,7 @@ def regression_loss(tokens: LossTokens, *, kl_weight: float) -> tuple[Tensor, di
         tokens: N trained tokens of whole sequences.
         kl_weight: t, in units of the advantage per nat.
 
-    Returns the loss of each token, [N], and no sums.
-    """
+    Returns the loss of each token, [N], and no sums."""
     log_ratio = tokens.bounded_log_ratio_to("behaviour_logprobs")
     of_sequence = tokens.sequence_sum(log_ratio)[tokens.sequence]
     return (kl_weight / 2 * of_sequence - tokens.streams["advantages"]) * log_ratio, {}

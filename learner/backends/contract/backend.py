@@ -2,8 +2,7 @@
 files.
 
 The loop, the objective, scoring, publication and the commit of checkpoints know this module alone. Which
-backend is built is decided in learner/backends/factory.py.
-"""
+backend is built is decided in learner/backends/factory.py."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -214,8 +213,7 @@ class Backend(Protocol):
 
     Every rank calls the same methods in the same order, on the thread where torch works: most are collective.
     T is the tokens of a micro-batch, padding between its sequences left out. Where a micro-batch has a
-    `tree`, a backend may compute each of its segments once: it changes nothing else.
-    """
+    `tree`, a backend may compute each of its segments once: it changes nothing else."""
 
     hf_config: PretrainedConfig
     optimizer_config: OptimizerConfig
@@ -248,8 +246,7 @@ class Backend(Protocol):
                 micro-batches.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.
 
-        Raises `TrainingError` after `optimizer.max_skipped_in_a_row` updates that were not finite.
-        """
+        Raises `TrainingError` after `optimizer.max_skipped_in_a_row` updates that were not finite."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host, of the labels of each

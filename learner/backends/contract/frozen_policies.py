@@ -22,8 +22,7 @@ class FrozenPolicies:
     current parameters may be a collective: every rank calls `hold`, `load`, `in_place`, and `weights` of a
     tag that is not held, in the same order. Each tag takes as
     much host memory on a rank as the rank's parameters, and the current policy as much again from the first
-    switch on. With CUDA all of it is page-locked, in whole pages.
-    """
+    switch on. With CUDA all of it is page-locked, in whole pages."""
 
     def __init__(
         self, live: Callable[[], Weights], *, load: Callable[[PretrainedConfig, State], None]
@@ -31,8 +30,7 @@ class FrozenPolicies:
         """Lend weights to a model.
 
         `live` returns this rank's part of its parameters, once nothing writes them any more; `load` gives
-        them weights by Hugging Face name, and raises `ConfigError` where they do not fit.
-        """
+        them weights by Hugging Face name, and raises `ConfigError` where they do not fit."""
         self.sources: dict[str, Path] = {}
         """Directories that tags were read from."""
         self._live = live
@@ -67,8 +65,7 @@ class FrozenPolicies:
         """Read the policy of `tag` from weights by their Hugging Face names. Every rank calls this.
 
         `source` is where to find them again; `is_initial` says that the run began with them. Raises
-        `ConfigError` where they do not fit the model.
-        """
+        `ConfigError` where they do not fit the model."""
         with self._current_kept() as live:
             self._load(hf_config, state)
             self._put(tag, live, source)
@@ -92,8 +89,7 @@ class FrozenPolicies:
     def in_place(self, tag: str) -> Iterator[None]:
         """Give the model the weights of `tag` while inside, where no gradient or update may be made.
 
-        Raises `ValueError` when nothing is held under that name.
-        """
+        Raises `ValueError` when nothing is held under that name."""
         if tag not in self._held:
             raise ValueError(f"no policy is held as {tag!r}, only {sorted(self._held)}")
         with self._current_kept() as live:

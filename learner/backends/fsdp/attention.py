@@ -2,8 +2,7 @@
 
 It stands beside transformers' own kinds under the name `PACKED`. Layers whose attention has sinks (gpt-oss)
 or capped scores (Gemma 2), for which torch has no kernel, compute the scores of one sequence after another,
-or of several of similar length together.
-"""
+or of several of similar length together."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +67,7 @@ def packed_attention(  # noqa: PLR0913  # transformers names them one by one
     """Attend within each sequence: [1, heads, T, d] and twice [1, groups, T, d] to [1, T, heads, d].
 
     Transformers passes what its models' attention has besides: a window of so many tokens, the bound of
-    scores, and logits [heads] of sinks. Raises `ConfigError` for what would be ignored.
-    """
+    scores, and logits [heads] of sinks. Raises `ConfigError` for what would be ignored."""
     bias = others.get("position_bias")
     causal = others.get("is_causal") in (None, True) and getattr(module, "is_causal", True)
     if packed is None or attention_mask is not None or bias is not None or not causal:

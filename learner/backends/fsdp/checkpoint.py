@@ -2,8 +2,7 @@
 
 torch's own `save` and `async_save` copy and write in one go, or with collectives on a thread of their own.
 Here the state is copied, a thread of the caller writes the copies, and the collectives are those of `stage`
-and `StagedShards.finalize`.
-"""
+and `StagedShards.finalize`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

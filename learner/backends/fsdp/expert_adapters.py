@@ -1,8 +1,7 @@
 """Adapters on routed experts, whose weights transformers has in one tensor for all experts of a layer.
 
 Files have the projections of each expert apart, and each has A and B of its own. Here those of all experts of
-a layer lie in one tensor too, expert by expert, which ranks share by experts.
-"""
+a layer lie in one tensor too, expert by expert, which ranks share by experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Has parts of a model of transformers computed in one kernel each, where transformers takes many.
 
 Norms, gates and rotary embeddings are recognised by what they compute of a few random numbers, so that a
-family needs no entry here. What is not recognised stays as it is.
-"""
+family needs no entry here. What is not recognised stays as it is."""
 
 import copy
 import inspect

@@ -65,8 +65,7 @@ def add_adapters(
 
     Nobody updates the frozen weights, so they lie in memory as `dtype`, in which the model computes. They
     mean nothing yet. Raises `ConfigError` for targets that are not there, and for a layer that files know by
-    another name.
-    """
+    another name."""
     for name, parameter in hf_model.named_parameters():
         if name != SCORE_HEAD:
             parameter.requires_grad_(False)

@@ -1,7 +1,6 @@
 """Tells which parameters of a model of transformers are made of matrices that Muon updates.
 
-A matrix is one of the model's files: each expert there has its own, and so have gate and up.
-"""
+A matrix is one of the model's files: each expert there has its own, and so have gate and up."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -249,8 +249,7 @@ def shard(
         recompute: the backward pass computes each layer again.
         exact: as `PackedModel` takes it.
         images: those of a vision-language model.
-        kernels: as `PackedModel` takes them.
-    """
+        kernels: as `PackedModel` takes them."""
     model = PackedModel(hf_model, exact=exact, images=images, kernels=kernels)
     place = device()
     mesh = init_device_mesh(place.type, (dist.get_world_size(),))

@@ -1,8 +1,7 @@
 """Tells under which names model files have the tensors of a model of transformers, and converts both ways.
 
 Most tensors are the same in both. Of mixtures, transformers keeps all experts of a layer in one tensor, and
-files have one or two for each expert.
-"""
+files have one or two for each expert."""
 
 import re
 from collections.abc import Mapping

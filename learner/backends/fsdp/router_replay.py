@@ -1,8 +1,7 @@
 """Has the routers of a model of transformers send tokens where they are given (given_experts.py).
 
 A router there returns its logits, the weights of the experts that it chose, and these experts. The weights
-of other experts follow from the logits, in one of three ways that families have.
-"""
+of other experts follow from the logits, in one of three ways that families have."""
 
 from collections.abc import Callable
 from functools import partial

@@ -2,8 +2,7 @@
 
 This backend takes any model of transformers, so that nobody has read the code of each. What a family does
 besides the attention that this backend computes (a state that goes from token to token, scaled logits,
-positions of another kind) shows here, before anything is trained.
-"""
+positions of another kind) shows here, before anything is trained."""
 
 from dataclasses import replace
 from io import BytesIO

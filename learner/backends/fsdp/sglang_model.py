@@ -1,8 +1,7 @@
 """Qwen3 of transformers, computed as SGLang's server computes it for `rl_on_policy_target="fsdp"`.
 
 There the residual stream and the weights of norms are float32, products and attention bfloat16. Between the
-kernels stand functions of single numbers, which torch computes alike in both processes.
-"""
+kernels stand functions of single numbers, which torch computes alike in both processes."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,8 +1,7 @@
 """Loads weights into a sharded model and takes them out, by the names that model files have.
 
 Each rank reads its rows of each tensor, and of safetensors files nothing else; only what files divide, as
-experts, it reads as a whole. On the way out one tensor at a time is whole.
-"""
+experts, it reads as a whole. On the way out one tensor at a time is whole."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -38,8 +37,7 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
     """Copy this rank's part of `state` into the `tensors` of its model, converting to their dtype and device.
 
     Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
-    the model is then unchanged. Every rank calls this.
-    """
+    the model is then unchanged. Every rank calls this."""
     problems = {problem for of_rank in gathered(list(misfits(names, state))) for problem in of_rank}
     if problems:
         raise ConfigError(f"these weights do not fit the model:\n{listed(sorted(problems))}")
@@ -107,8 +105,7 @@ def whole_here(tensors: Mapping[str, Tensor], names: FileNames) -> dict[str, Ten
     """Return views of all weights by their names in files, where one rank has the model alone.
 
     Only for float32 activations: else the published weights would not be those that are computed with.
-    Tensors whose parts in files are no views are left out.
-    """
+    Tensors whose parts in files are no views are left out."""
     views: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         mine = local(tensor)

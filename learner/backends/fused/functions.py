@@ -1,7 +1,6 @@
 """What stands between the matrix products of a layer, each in one kernel on CUDA.
 
-Elsewhere torch computes the same, one operation at a time. Both do so in float32 and round once.
-"""
+Elsewhere torch computes the same, one operation at a time. Both do so in float32 and round once."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

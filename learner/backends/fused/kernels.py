@@ -1,8 +1,7 @@
 """Triton kernels of what stands between the matrix products of a layer. Imported only on CUDA.
 
 Each computes in float32 and rounds once, to the dtype of its input. Tensors are read where they lie: only the
-elements of a row must follow one another.
-"""
+elements of a row must follow one another."""
 
 import torch
 import triton

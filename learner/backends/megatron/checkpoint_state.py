@@ -48,8 +48,7 @@ class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-
 
     Originally every save forks a process per file, and the first one spawns a manager that stays. In a
     learner full of threads a fork may inherit a held lock and hang, and a spawn imports the main program
-    again. Here the state is copied, and a thread of the caller writes the copies.
-    """
+    again. Here the state is copied, and a thread of the caller writes the copies."""
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         """Do what megatron-core's method of this name does, without its copies of all that is a view."""

@@ -53,8 +53,7 @@ class MegatronCritic:
             parallel: the layout, which is the policy's.
             shares: of micro-batches in this layout.
             policy: this rank's pieces of the policy, from which a critic without a directory begins.
-            settle_policy: finishes what still writes these.
-        """
+            settle_policy: finishes what still writes these."""
         self.hf_config = source.hf_config
         self.dtype = dtype
         self.parallel = parallel

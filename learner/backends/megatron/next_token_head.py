@@ -6,8 +6,7 @@ Its gradients, its norm and its optimizer are its own, so that the policy's upda
 head, to the bit (THUDM/slime trains both in one optimizer, where the gradient of the head enters the norm by
 which that of the policy is clipped).
 
-A position counts where the two tokens after it are trained ones, as those that an engine drafts are.
-"""
+A position counts where the two tokens after it are trained ones, as those that an engine drafts are."""
 
 from collections.abc import Collection, Sequence, Set
 from dataclasses import replace

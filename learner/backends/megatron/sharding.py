@@ -36,8 +36,7 @@ def share_of_rank(
 
     Returns this rank's tokens; `lengths` and `cu_seqlens` are those of the padded sequences as a whole, where
     not all of them are cut `cu_seqlens` those of the ones that this rank has whole. With common prefixes
-    everything but `trained`, `loss_mask` and `tree` is that of the whole micro-batch.
-    """
+    everything but `trained`, `loss_mask` and `tree` is that of the whole micro-batch."""
     if batch.tree is not None:
         return _share_of_tree(batch, batch.tree, ranks, rank, multiple)
     cut, whole_of_ranks = _divided(batch.lengths, ranks, min_tokens)

@@ -93,8 +93,7 @@ class Trainer:
 
         With `critic` it has a critic beside it. With `lora`, adapters are trained, and `trainable` counts for
         nothing; with `mtp`, the head for the token after the next is; with `exact`, log-probs are those of
-        the embedded engine to the bit. Raises `ConfigError` for a model that cannot be trained.
-        """
+        the embedded engine to the bit. Raises `ConfigError` for a model that cannot be trained."""
         rules_of_head = head_rules(mtp, hf_config, state)
         self.hf_config = hf_config
         self.dtype = dtype
@@ -176,8 +175,7 @@ class Trainer:
             micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
             loss: which loss to compute; one that wants other policies' log-probs finds them in the
                 micro-batches.
-            policy_version: of the weights before the update, to tell fresh tokens from stale ones.
-        """
+            policy_version: of the weights before the update, to tell fresh tokens from stale ones."""
         lr = learning_rate(self.optimizer_config, self.counts.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         objective = self.counts.objective(loss)
@@ -254,8 +252,7 @@ class Trainer:
     def export(self) -> dict[str, Tensor]:
         """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
 
-        Every rank calls this.
-        """
+        Every rank calls this."""
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:

@@ -39,8 +39,7 @@ def forward_logprobs(
     Of a critic they are the values, [1, T]. With `top` they are the ids and log-probs of the likeliest
     tokens, and the log-prob of all others together, [2 top + 1, T] (learner/backends/contract/backend.py).
 
-    `shares` are this rank's parts of them, with idle ones behind.
-    """
+    `shares` are this rank's parts of them, with idle ones behind."""
 
     def forward_step(shares: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, None]:
         output = model(next(shares), top=top)  # hidden states, before the last stage of a pipeline
@@ -142,8 +141,7 @@ def update_if_finite(
         names: of the sums; among them are `loss`, `trained_tokens` and `denominator`.
         totals: the sums; names and sums are empty before the last stage of a pipeline.
         pipeline: number of stages.
-        before_update: is called when all but the update itself is under way.
-    """
+        before_update: is called when all but the update itself is under way."""
     loss, tokens, denominator = _loss_and_counts(names, totals)
     decision = decide(loss, tokens, denominator, gradient_norm(optimizer), config.clip_grad)
     before_update()

@@ -1,8 +1,7 @@
 """Log-probabilities of chosen tokens and of all others together, for each row of logits.
 
 The mass of the others is added up from their own logits. One less the chosen ones' would be rounding error
-where these have nearly all of it, and its gradient as well.
-"""
+where these have nearly all of it, and its gradient as well."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -108,8 +107,7 @@ def chosen_logprobs(
         logits: [n, v], this rank's part of the vocabulary.
         scale: float32 [n], multiplies the logits.
         chosen: tokens of each row, no token twice.
-        group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
-    """
+        group: tensor-parallel ranks that share the vocabulary; `None` is one rank."""
     found: Tensor = _ChosenLogprobs.apply(logits, scale, chosen, group)  # type: ignore[no-untyped-call]
     return found
 
@@ -127,8 +125,7 @@ def top_tokens(
         temperatures: float32 [N], which divide the logits.
         first: token of this rank's first column.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
-        chunk_size: rows of logits alive at a time.
-    """
+        chunk_size: rows of logits alive at a time."""
     chunks = [
         _top_of_chunk(project(rows), divisors.reciprocal(), count, first, group)
         for rows, divisors in zip(

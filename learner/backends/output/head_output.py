@@ -40,8 +40,7 @@ def head_loss(
         counted: bool [N], which rows count.
         loss_weights: float32 [N], what the losses of rows are multiplied by.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
-        chunk_size: rows of logits alive at a time.
-    """
+        chunk_size: rows of logits alive at a time."""
     gradient = torch.empty_like(hidden)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     correct = torch.zeros((), dtype=torch.int64, device=hidden.device)

@@ -1,8 +1,7 @@
 """Triton kernels of the output layer for CUDA, which are twice as fast as what torch.compile writes or
 more. Imported only there.
 
-Each computes in float32 and rounds once, to the dtype of its input.
-"""
+Each computes in float32 and rounds once, to the dtype of its input."""
 
 import torch
 import triton
@@ -20,8 +19,7 @@ def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]
         logits: [n, V].
         scale: float32 [n], what each row is multiplied by.
 
-    Returns float32 [n] each.
-    """
+    Returns float32 [n] each."""
     largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     total, weighted = torch.empty_like(largest), torch.empty_like(largest)
     _softmax_sums[(len(logits),)](
@@ -72,8 +70,7 @@ def logits_gradient(
         entropy: float32 [n], nats.
         slope: float32 [n], of the loss in the log-probabilities, times `scale`.
         entropy_slope: float32 [n], of the loss in the entropies, times `scale`; `None` is 0 at no cost.
-        scale: float32 [n], what each row is multiplied by.
-    """
+        scale: float32 [n], what each row is multiplied by."""
     _logits_gradient[(len(logits), triton.cdiv(logits.shape[1], COLUMNS))](
         logits,
         logits.stride(0),

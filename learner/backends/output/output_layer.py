@@ -95,8 +95,7 @@ def output_layer_loss(  # noqa: PLR0913 - what a chunk needs, and its bounds
         kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time.
-        cap: bound on the magnitude of logits; `None` is none.
-    """
+        cap: bound on the magnitude of logits; `None` is none."""
     loss, logprobs, entropy = _OutputLayerLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, token_loss, temperatures.reciprocal(), kept, group, chunk_size, cap
     )
@@ -195,8 +194,7 @@ def label_logprobs(
         temperatures: float32 [N], which divide the logits, as they did when each token was sampled.
         kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
-        chunk_size: rows of logits alive at a time; more rows are recomputed in the backward pass.
-    """
+        chunk_size: rows of logits alive at a time; more rows are recomputed in the backward pass."""
 
     def one_chunk(rows: Tensor, targets: Tensor, scale: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs_of_logits(project(rows), targets, scale, KeptColumns(*sets) if sets else None, group)
@@ -343,8 +341,7 @@ def _logits_gradient(
 
     With x = scale * logits and p = softmax(x): d log p[label] / d x = onehot - p and
     d entropy / d x = -p (log p + entropy). A slope of `None` is 0. Of a row with a kept set p is that of the
-    set in the first, so that only its columns have a gradient.
-    """
+    set in the first, so that only its columns have a gradient."""
     slope = torch.zeros_like(scale) if of_logprobs is None else of_logprobs * scale
     if kept is None or found.kept_logprobs is None:
         return whole_gradient(logits, column, here, found, slope, of_entropy, scale)

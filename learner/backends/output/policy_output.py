@@ -52,8 +52,7 @@ def exact_output(  # noqa: PLR0913 - those of all ways to compute it
         kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: ranks that share the vocabulary, of which there is one.
         chunk_size: rows of logits alive at a time.
-        values: how the engine computes log-probs; exact arithmetic where it is left out.
-    """
+        values: how the engine computes log-probs; exact arithmetic where it is left out."""
     of_engine = values or _logprobs_and_entropy
 
     def one_chunk(rows: Tensor, targets: Tensor, scale: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,8 +136,7 @@ def policy_output(  # noqa: PLR0913 - what both backends know
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         exact: compute in exact arithmetic, of a vocabulary that is on one rank.
         kernels: compute with these, of a vocabulary that is on one rank.
-        cap: bound on the magnitude of logits, in ordinary arithmetic; `None` is none.
-    """
+        cap: bound on the magnitude of logits, in ordinary arithmetic; `None` is none."""
     rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
     chunk_size = chunk_rows(largest_part or len(weight), exact=exact)
     temperatures = batch.of_trained("temperatures")

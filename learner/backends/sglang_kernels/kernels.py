@@ -2,8 +2,7 @@
 
 They are Triton's, so that the result for a row does not depend on how many rows there are. The learner's
 environment must have the server's versions of SGLang, torch and Triton: others may compile other code. Only
-this file knows SGLang's modules.
-"""
+this file knows SGLang's modules."""
 
 import importlib
 import os
@@ -163,8 +162,7 @@ def decoded_tokens(sampled_next: Tensor, positions: Tensor, longest: int, width:
         sampled_next: bool [T], whether the next token of the same sequence was sampled.
         positions: int64 [T], from 0 in each sequence.
         longest: tokens of the longest sequence.
-        width: numbers that attention computes for each token.
-    """
+        width: numbers that attention computes for each token."""
     sampled = torch.cat((sampled_next.new_zeros(1), sampled_next[:-1])) & (positions > 0)
     rows = sampled.nonzero()[:, 0]
     at_a_time = max(1, WORKSPACE_BYTES // (4 * width * most_splits(longest)))

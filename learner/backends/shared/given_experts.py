@@ -2,8 +2,7 @@
 
 Engine and learner compute with other kernels, so that their routers choose other experts for some tokens,
 whose log-probs then differ by much more than rounding. With replay the learner's router only weighs the
-experts that were chosen, and its gradient goes through these weights.
-"""
+experts that were chosen, and its gradient goes through these weights."""
 
 from collections.abc import Iterable
 

@@ -28,8 +28,7 @@ def targeted(config: LoraConfig, modules: Sequence[str], experts: Sequence[str] 
     that have one.
 
     Raises `ConfigError` for a target that is the end of no name, and for experts where there are none, or
-    where no target names one.
-    """
+    where no target names one."""
     if config.experts and not experts:
         raise ConfigError(
             "learner.lora.experts=true: the model has no routed experts whose projections each have a tensor "
@@ -69,8 +68,7 @@ def first_a(module: str, rank: int, inputs: int) -> Tensor:
     """Return the A that a layer begins with, float32 [rank, inputs], uniform up to 1 / sqrt(inputs).
 
     It depends on the run's seed and the layer's name alone, so that all backends and layouts of ranks begin
-    alike.
-    """
+    alike."""
     generator = torch.Generator()
     generator.manual_seed((torch.initial_seed() ^ xxh3_64_intdigest(module.encode())) & SEEDS)
     bound = inputs**-0.5

@@ -1,8 +1,7 @@
 """Causal attention over sequences of different lengths that lie end to end, without padding in memory for
 long.
 
-On CUDA a kernel takes any lengths. Elsewhere sequences of similar length are padded to one another.
-"""
+On CUDA a kernel takes any lengths. Elsewhere sequences of similar length are padded to one another."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -97,8 +96,7 @@ def bucketed_attention(
         slots: int64 [T], place of each token in the padded buckets laid end to end; `None` is the same place.
         attend: is given padding on the right.
 
-    Returns [T, heads, d].
-    """
+    Returns [T, heads, d]."""
 
     def mix(*heads: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in heads)
@@ -122,8 +120,7 @@ def within_sequences(
         buckets: of sequences, which hold all T tokens.
         slots: int64 [T], place of each token in the padded buckets laid end to end; `None` is the same place.
 
-    Returns [T, ...].
-    """
+    Returns [T, ...]."""
     padded = (laid_out(x, buckets, slots) for x in packed)
     flat = [mix(*of_bucket).flatten(0, 1) for of_bucket in zip(*padded, strict=True)]
     return flat[0] if slots is None else torch.cat(flat).index_select(0, slots)

@@ -1,8 +1,7 @@
 """How rotary embeddings are scaled, and up to which length the kind `dynamic` is not.
 
 Beyond `max_position_embeddings` its angles would be those of the longest sequence, which is another one in
-each pack, and another one for an engine at each token.
-"""
+each pack, and another one for an engine at each token."""
 
 from collections.abc import Iterable
 

@@ -21,8 +21,7 @@ class TrainableWeights:
         each is made of.
 
         Raises `ConfigError` for an expression that is malformed or matches nothing, for one that takes
-        apart what is one tensor in the model, and when nothing is left to train.
-        """
+        apart what is one tensor in the model, and when nothing is left to train."""
         if not self.freeze and not self.train_only:
             return set()
         names = [part for of_tensor in parts.values() for part in of_tensor]

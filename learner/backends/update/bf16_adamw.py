@@ -16,8 +16,7 @@ class BFloat16StateAdamW(AdamW):
     Like there, `grad_scale` and `found_inf` are attributes that the next update reads.
 
     The update itself is computed in float32, one parameter after another, so that the float32 moments of
-    only one are alive.
-    """
+    only one are alive."""
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

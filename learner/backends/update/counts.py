@@ -55,8 +55,7 @@ class UpdateCounts:
             lr: its learning rate.
             config: of the optimizer.
 
-        Raises `TrainingError` after `config.max_skipped_in_a_row` updates that were not finite.
-        """
+        Raises `TrainingError` after `config.max_skipped_in_a_row` updates that were not finite."""
         tokens = int(sums["trained_tokens"])
         mean_loss = sums["loss"] / (sums["denominator"] or 1.0)
         updated = tokens > 0 and math.isfinite(mean_loss) and math.isfinite(norm)

@@ -13,8 +13,7 @@ from learner.config.optimizer import ConstantSchedule, CosineSchedule, Optimizer
 def learning_rate(config: OptimizerConfig, update: int) -> float:
     """Return the learning rate of an update, counted from 1: first up to `lr`, then as the schedule says.
 
-    Update u of w warm-up updates runs at lr * u / w; the schedule counts from the last of them.
-    """
+    Update u of w warm-up updates runs at lr * u / w; the schedule counts from the last of them."""
     if update <= config.warmup_steps:
         return config.lr * update / config.warmup_steps
     schedule = config.schedule
@@ -53,8 +52,7 @@ def decide(loss: Tensor, tokens: Tensor, denominator: Tensor, norm: Tensor, clip
         tokens: float64 [], trained tokens of all ranks.
         denominator: float64 [], what the sum of the losses is divided by.
         norm: float32 [], of the gradient of the sum of the losses.
-        clip_grad: upper bound on the norm of the gradient that is used.
-    """
+        clip_grad: upper bound on the norm of the gradient that is used."""
     divisor = torch.where(denominator > 0, denominator, 1.0)
     norm = norm / divisor
     clipped = ((norm + CLIP_EPS) / clip_grad).clamp(min=1)
@@ -65,8 +63,7 @@ def decide(loss: Tensor, tokens: Tensor, denominator: Tensor, norm: Tensor, clip
 def not_finite_in_a_row(before: int, loss: float, norm: float, config: OptimizerConfig, name: str) -> int:
     """Return how many updates in a row were skipped, `before` this one and with it.
 
-    Raises `TrainingError` when they are `max_skipped_in_a_row`; `name` is that of the optimizer's section.
-    """
+    Raises `TrainingError` when they are `max_skipped_in_a_row`; `name` is that of the optimizer's section."""
     now = 0 if math.isfinite(loss) and math.isfinite(norm) else before + 1
     if now >= config.max_skipped_in_a_row:
         raise TrainingError(

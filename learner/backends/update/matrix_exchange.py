@@ -2,8 +2,7 @@
 
 Each tensor has one owner among the ranks that update a part of it, so that the work on matrices is shared
 like the state of the optimizer. Owners work in rounds, on so many tensors at a time that the memory for whole
-ones is bounded.
-"""
+ones is bounded."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +61,7 @@ class MatrixExchange:
         Args:
             pieces: of all ranks, in an order that is the same on each.
             tensors: at least those of which this rank has a piece.
-            steps: from [n, rows, columns], n matrices of one shape, to the steps that they make.
-        """
+            steps: from [n, rows, columns], n matrices of one shape, to the steps that they make."""
         self._tensors, self._steps = tensors, steps
         self._rounds = _rounds(pieces)
         for owner, those in (job for jobs in self._rounds for job in jobs):
@@ -85,8 +83,7 @@ class MatrixExchange:
         """Yield for each tensor of which this rank has a piece that of its step, float32 [n].
 
         Every rank that has pieces exhausts this. `direction` returns what this rank has of a tensor, which it
-        no longer needs.
-        """
+        no longer needs."""
         here = dist.get_rank()
         for jobs in self._rounds:
             mine = {

@@ -2,8 +2,7 @@
 
 Muon (Jordan, https://kellerjordan.github.io/posts/muon/, 2024) moves a matrix by its momentum, whose singular
 values have been made almost equal. Liu et al. (arXiv:2502.16982, section 2.2) scale the step so that its root
-mean square is that of AdamW's, which lets both share a learning rate and a weight decay.
-"""
+mean square is that of AdamW's, which lets both share a learning rate and a weight decay."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,8 +36,7 @@ def muon_steps(momenta: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         momenta: float32 [n, rows, columns], n matrices of one shape.
-        dtype: of the iteration.
-    """
+        dtype: of the iteration."""
     rows, columns = momenta.shape[1:]
     x = momenta / torch.linalg.matrix_norm(momenta, keepdim=True).clamp(min=EPS)
     x = (x.mT if rows > columns else x).to(dtype)
@@ -54,8 +52,7 @@ class MuonAdamW(AdamW):
     """Torch's AdamW, beside which Muon updates those parameters that are parts of matrices.
 
     Like AdamW's, its update reads the attributes `grad_scale` and `found_inf`, and the host waits for
-    nothing.
-    """
+    nothing."""
 
     grad_scale: Tensor
     found_inf: Tensor

@@ -1,8 +1,7 @@
 """Maps Hugging Face's names and layouts of weights to megatron-core's and back, by one table of rules.
 
 A rule names one tensor of megatron-core and the Hugging Face tensors it is made of, and says how. Tensor
-parallelism belongs between the two: cut each Hugging Face part for the rank, then merge.
-"""
+parallelism belongs between the two: cut each Hugging Face part for the rank, then merge."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

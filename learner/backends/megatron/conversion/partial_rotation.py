@@ -3,8 +3,7 @@
 Hugging Face pairs the two halves of that piece, and leaves the other pieces as they are. In the model the
 first halves of all pieces come before all second halves, so that pairs are the halves of the whole head, as
 where all of it is rotated; those of other pieces are turned by angles of 0. Queries and keys in the same
-order have the same products.
-"""
+order have the same products."""
 
 import math
 from collections.abc import Sequence

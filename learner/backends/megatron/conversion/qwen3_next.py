@@ -1,8 +1,7 @@
 """Qwen3-Next and the language models of Qwen3.5: gated delta nets in most layers, gated attention in others.
 
 Those of Qwen3.5 that see pictures have other model types. Heads for several next tokens (`mtp.`) are kept,
-and trained if wanted.
-"""
+and trained if wanted."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

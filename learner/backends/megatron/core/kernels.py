@@ -1,7 +1,6 @@
 """The kernels for CUDA that torch.compile writes at half the speed of memory or less. Imported only there.
 
-Each computes in float32 and rounds once, to the dtype of its input.
-"""
+Each computes in float32 and rounds once, to the dtype of its input."""
 
 import torch
 import triton

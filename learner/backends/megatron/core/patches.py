@@ -4,8 +4,7 @@ megatron-core 0.16.1 names its device in the code: `torch.cuda.current_device()`
 `device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`. PyTorch has a `torch.cpu` and a `Tensor.cpu` of
 the same shape, so it is enough that the functions of a few modules say `cpu` where they say `cuda`: here the
 names and constants of their code objects are replaced. It also has torch compile functions, left here
-as they are: to load torch's compiler takes a second, and to run it many. Nothing in torch stays touched.
-"""
+as they are: to load torch's compiler takes a second, and to run it many. Nothing in torch stays touched."""
 
 import importlib
 import inspect
@@ -66,8 +65,7 @@ def adapt_megatron_to_cpu() -> None:
     """Make megatron-core say `cpu` where it says `cuda`; does nothing where CUDA exists.
 
     Call it before anything else imports `megatron.core`; calling it again is harmless. Raises
-    `ConfigError` when the installed megatron-core is not the one this was written for.
-    """
+    `ConfigError` when the installed megatron-core is not the one this was written for."""
     if torch.cuda.is_available():
         return
     with megatron_import_warnings_silenced(), _little_loaded():

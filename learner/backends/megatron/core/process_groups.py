@@ -17,8 +17,7 @@ def init_world(parallel: ParallelConfig, timeout_s: float) -> None:
     """Join the world that torchrun describes in the environment, or be a world of one.
 
     `timeout_s` bounds each collective.
-    Raises `ConfigError` when the world cannot be divided as `parallel` says, before it waits for anybody.
-    """
+    Raises `ConfigError` when the world cannot be divided as `parallel` says, before it waits for anybody."""
     refuse_world(parallel, world_size())
     init_process_group(timeout_s)
     divide_world(parallel, timeout_s)
@@ -59,8 +58,7 @@ def close_world() -> None:
 def data_parallel_sum(values: torch.Tensor) -> torch.Tensor:
     """Add `values` over the ranks that hold other tokens for the same weights, in place.
 
-    Those are the data-parallel ranks and the context ranks; tensor-parallel ranks hold the same tokens.
-    """
+    Those are the data-parallel ranks and the context ranks; tensor-parallel ranks hold the same tokens."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return values
 

@@ -4,8 +4,7 @@ with lengths of rows that are trained apart (arXiv:2402.09353) or without.
 Megatron-core has one layer for queries, keys and values, and one for gate and up projections. Each Hugging
 Face layer in them has A and B of its own, so that the adapters are those of Hugging Face's model. Where more
 ranks than there are key-value heads share a layer, a rank has rows of several of these layers, and none of
-some: then every rank has all of each B, and computes with the rows of its own.
-"""
+some: then every rank has all of each B, and computes with the rows of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

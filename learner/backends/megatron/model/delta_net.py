@@ -4,8 +4,7 @@ megatron-core's own module needs kernels of the package `fla`, and takes no pack
 convolution and the delta rule by the functions of transformers that the layers of the FSDP backend call, on
 sequences laid out apart. They call kernels of `causal_conv1d` and `fla` where those are installed. Ranks that
 share the tokens of sequences share the heads here
-(learner/backends/megatron/model/attention/state_layout.py).
-"""
+(learner/backends/megatron/model/attention/state_layout.py)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -35,8 +34,7 @@ DIVIDED = ("conv_weight", "A_log", "dt_bias")
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     """A layer of linear attention, whose heads tensor-parallel ranks share, and context ranks these shares.
 
-    Everything is in the order of heads of keys: what belongs to one comes before what belongs to the next.
-    """
+    Everything is in the order of heads of keys: what belongs to one comes before what belongs to the next."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Has a model of megatron-core compute in exact arithmetic, as transformers' own of the family then does.
 
 Sums are exact, so that it does not matter that projections are fused here and apart there. What is rounded is
-rounded in transformers' order.
-"""
+rounded in transformers' order."""
 
 from collections.abc import Sequence
 from functools import partial

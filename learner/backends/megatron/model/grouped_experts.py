@@ -3,8 +3,7 @@
 A GPU computes an expert of a small layer faster than a host starts its kernels. torch's grouped product
 (`torch.nn.functional.grouped_mm`) takes the tokens of all experts, which lie in their order, and the weights
 of all. Weights stay the experts' own parameters, as optimizer, checkpoints and conversion know them; the
-products take a copy of them, which is made once more for the backward pass instead of being kept.
-"""
+products take a copy of them, which is made once more for the backward pass instead of being kept."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -42,8 +41,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         Args:
             tokens: [n, hidden], those of the first expert first.
             tokens_per_expert: int [experts].
-            weights_of_tokens: float32 [n].
-        """
+            weights_of_tokens: float32 [n]."""
         if not (len(tokens) and has_kernel(tokens) and self._are_plain()):
             found: tuple[Tensor, Tensor | None] = super().forward(
                 tokens, tokens_per_expert, weights_of_tokens
@@ -132,8 +130,7 @@ def grouped(tokens: Tensor, ends: Tensor, weights: Tensor | Sequence[Tensor]) ->
         tokens: those of the first group first.
         ends: where the tokens of each group end, int32 [groups].
         weights: [groups, out, in], or one [out, in] for each group, of which no copy is kept for the backward
-            pass.
-    """
+            pass."""
     matrices = (weights,) if isinstance(weights, Tensor) else weights
     product: Tensor = _Grouped.apply(tokens, ends, *matrices)  # type: ignore[no-untyped-call]
     return product

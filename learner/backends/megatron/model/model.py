@@ -81,8 +81,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         """Return what `policy_output` does; a pipeline stage before the last returns hidden states instead.
 
         `batch` is this rank's share (learner/backends/megatron/sharding.py). A `head` is trained on the
-        hidden states in passing.
-        """
+        hidden states in passing."""
         layout = self._layout(batch)
         hidden = self._hidden(batch, layout)
         if not self.post_process:
@@ -325,8 +324,7 @@ def mark_cut_weights(model: torch.nn.Module) -> None:
 
     Originally weights of experts count as experts' only where there is expert parallelism. Elsewhere their
     gradients are then not added up over tensor-parallel ranks that do not share each expert, and the
-    optimizer's state has another form, so that a checkpoint cannot be resumed with another `expert`.
-    """
+    optimizer's state has another form, so that a checkpoint cannot be resumed with another `expert`."""
     for module in model.modules():
         for kind, dimension in CUT_DIMENSIONS:
             if isinstance(module, kind) and module.weight is not None:

@@ -105,8 +105,7 @@ class NextTokenHead(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         Args:
             embedded: [T, 1, H], of the token after each.
             hidden: [T, 1, H], of each token, behind the model's final norm.
-            layout: of the sequences in the pack; no query sees another sequence.
-        """
+            layout: of the sequences in the pack; no query sees another sequence."""
         joined, _ = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
         layout = copy.copy(layout)
         layout.experts = None  # those of the model's own layers

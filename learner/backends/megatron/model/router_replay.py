@@ -3,8 +3,7 @@
 
 Megatron-core has a replay of its own, which is one list for all routers of a process and is read in the
 order of the passes. Here the experts travel in the pack's `PackedLayout`, so that a pipeline may interleave
-passes and recompute layers as it likes.
-"""
+passes and recompute layers as it likes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Self

@@ -1,8 +1,7 @@
 """Muon in megatron-core's optimizers, whose own needs another package and no distributed optimizer.
 
 A matrix is one of Hugging Face's: queries, keys and values of a layer are three, gate and up are two, and
-each expert has its own. It is whole when it is orthogonalised, however tensor-parallel ranks cut it.
-"""
+each expert has its own. It is whole when it is orthogonalised, however tensor-parallel ranks cut it."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,7 @@ bucket by bucket; the host updates a bucket while the next one comes, and the ne
 model. The device updates its own part meanwhile.
 
 With a directory both lie in a file there. An update reads what belongs to the next bucket and writes what
-belonged to the last one while it computes with a bucket, so that memory has three of them.
-"""
+belonged to the last one while it computes with a bucket, so that memory has three of them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate

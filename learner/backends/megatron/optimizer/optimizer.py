@@ -10,8 +10,7 @@ Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.Ada
 - loading raises KeyError 'step', which checkpoints hold once and not per parameter: `_keep_step_on_load`;
 - a state in lower precision needs Transformer Engine: `BFloat16StateAdamW` does without;
 - loading gives all parameters one shared `step` tensor, so that each update would count many times and the
-  trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them.
-"""
+  trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -100,8 +99,7 @@ def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, l
 def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the global norm of the summed gradient, float32 [] on the device, and prepare it for `update`.
 
-    Megatron-core's own function returns a number, for which the host waits until the device is done.
-    """
+    Megatron-core's own function returns a number, for which the host waits until the device is done."""
     optimizer.prepare_grads()
     gradients: dict[dist.ProcessGroup, list[Tensor]] = {}
     for part in optimizer.chained_optimizers:
@@ -124,8 +122,7 @@ def update(optimizer: MegatronOptimizer, *, divisor: Tensor, skip: Tensor) -> No
     Args:
         optimizer: `gradient_norm` was called before.
         divisor: float32 [], on the device; the gradient itself is divided as well.
-        skip: float32 [], 1 to leave weights, moments and step counts as they are, else 0.
-    """
+        skip: float32 [], 1 to leave weights, moments and step counts as they are, else 0."""
     for part in optimizer.chained_optimizers:  # read by torch, as from its GradScaler
         part.optimizer.grad_scale, part.optimizer.found_inf = divisor, skip
     optimizer.step_with_ready_grads()

@@ -2,8 +2,7 @@
 
 megatron-core gathers the whole state in the host's memory of every data-parallel rank before it saves it.
 Here a rank saves its range of a parameter as boxes: a range of a matrix is part of a row, whole rows, and
-part of another. Names and shapes in the files are megatron-core's own, whose loading reads any boxes.
-"""
+part of another. Names and shapes in the files are megatron-core's own, whose loading reads any boxes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """A file without a name that holds optimizer state: it is gone when the process is, however that ends.
 
 An update reads and writes it piece by piece, in threads; everything else (a checkpoint, say) finds the same
-bytes in memory that is mapped to the file.
-"""
+bytes in memory that is mapped to the file."""
 
 import errno
 import mmap

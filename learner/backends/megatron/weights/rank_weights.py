@@ -2,8 +2,7 @@
 
 Each rank reads its slice of each tensor, and of safetensors files nothing else. On export, rank 0 receives
 the slices of one tensor at a time from the first ranks that hold them, so that it never has more of the model
-than the caller keeps.
-"""
+than the caller keeps."""
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -56,8 +55,7 @@ def load_hf_weights(
 
     With the rules of a `head`, `chunks` and `state` are of that alone. Raises `ConfigError` with all names
     that are missing, unexpected or of another shape, on every rank alike; the model is then unchanged. Every
-    rank calls this.
-    """
+    rank calls this."""
     shape, family = shape_of(hf_config), family_of(hf_config)
     rules = list(family.rules(shape) if head is None else head)
     slices = slices_of(chunks)
@@ -97,8 +95,7 @@ def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedCo
     """Return copies of the model's weights on rank 0, detached, on its device, exactly as they are.
 
     A tied output layer is left out, as Hugging Face does in files. Every rank calls this; the others get
-    nothing.
-    """
+    nothing."""
     return {
         name: part.clone(memory_format=torch.contiguous_format)
         for name, part in stream_hf_weights(chunks, hf_config)
@@ -118,8 +115,7 @@ def stream_hf_weights(
 
     Every rank must exhaust this iterator; it yields nothing on the others. `holders` as `find_holders` gave
     them spare all ranks that they tell each other what they have. `without`, on rank 0, names weights that
-    `whole_on_rank_0` has. `rules` are for other tensors of the model than its weights.
-    """
+    `whole_on_rank_0` has. `rules` are for other tensors of the model than its weights."""
     found = _streamed(chunks, hf_config, holders, without, rules)
     yield from found if rules is not None else stacked(found, stacks_of(hf_config))
 
@@ -163,8 +159,7 @@ def whole_on_rank_0(
     scattered.
 
     Their elements are in the order of the Hugging Face tensor, whose shape they need not have. They are good
-    as long as the parameters stay where they lie.
-    """
+    as long as the parameters stay where they lie."""
     shape = shape_of(hf_config)
     slices = slices_of(chunks)
     views: dict[str, Tensor] = {}

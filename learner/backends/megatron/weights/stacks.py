@@ -3,8 +3,7 @@
 GLM-4 has the rows of an MLP's gate and of up in one `gate_up_proj`. gpt-oss has `experts.gate_up_proj`,
 [experts, inputs, outputs], whose even columns are the gate's and whose odd ones are up's. In rules the gate
 of expert 3 is `experts.3.gate_proj.weight`, [outputs, inputs], as other families have it in files. Here the
-one becomes the other, both for what is read and for what is exported.
-"""
+one becomes the other, both for what is read and for what is exported."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -181,8 +181,7 @@ def write_tensors(directory: Path, specs: Mapping[str, Spec], make: Callable[[st
     Args:
         directory: where the files go.
         specs: by the name of the parameter; experts of a layer become one stack.
-        make: returns the tensor of that name.
-    """
+        make: returns the tensor of that name."""
     stacks = Counter(place.key for place in map(place_of, specs) if place.index is not None)
     stored: dict[str, TensorStorageMetadata] = {}
     written: list[WriteResult] = []

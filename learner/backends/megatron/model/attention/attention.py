@@ -7,8 +7,7 @@ travels in the place of megatron-core's `PackedSeqParams`.
 
 Ranks that share the tokens of each sequence (context parallelism) hold them zig-zag, as
 learner/backends/megatron/sharding.py cuts them; each gathers all keys and values, or has those of one rank
-after another, and attends from its own queries.
-"""
+after another, and attends from its own queries."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -110,8 +109,7 @@ def pack_layout(
         sinks: says whether layers have sinks.
         states: says whether layers take a state from token to token.
 
-    Raises `ConfigError` for such layers and sequences that share prefixes.
-    """
+    Raises `ConfigError` for such layers and sequences that share prefixes."""
     tree, bounds = batch.tree, batch.cu_seqlens
     if tree is not None:
         layout = _of_lengths(bounds, batch.lengths)

@@ -2,8 +2,7 @@
 
 Each sequence is cut into 2 * ranks chunks of equal length, of which rank r holds the r-th and the r-th from
 the end: every rank then has the same work under a causal mask (zig-zag, as in Megatron). Queries stay; keys
-and values are gathered, so a rank holds those of one layer's whole pack at a time.
-"""
+and values are gathered, so a rank holds those of one layer's whole pack at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,8 +148,7 @@ def attend_to_gathered(
         window: number of tokens that a query sees, its own the last of them; None is all before it.
         sinks: [heads], logits (learner/backends/megatron/model/attention/sink_attention.py).
 
-    Returns [T, heads, d].
-    """
+    Returns [T, heads, d]."""
     key, value = (x.index_select(0, layout.keys) for x in (key, value))
     if sinks is not None:
         ordered = query if layout.queries is None else query.index_select(0, layout.queries)

@@ -3,8 +3,7 @@
 Softmax over the union of sets of keys comes from softmax over each (arXiv:2112.05682): with the logarithm
 l_i of the sum of exponentials over set i and l = logaddexp of them, the output is the sum of
 exp(l_i - l) * output_i. Backwards a set's probabilities are exp(score - l), and the kernels compute the
-gradients from exactly that l and the whole output, as in ring attention (arXiv:2310.01889).
-"""
+gradients from exactly that l and the whole output, as in ring attention (arXiv:2310.01889)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,7 @@
 megatron-core's own module splits its rotary embedding by sequences as its self-attention does
 (learner/backends/megatron/model/attention/attention.py), and cuts the projections to narrow vectors over
 tensor-parallel ranks, which then gather them. Here each rank has these projections whole and computes them
-for its own share of the tokens: ranks that share the weights of a model with experts share its tokens too.
-"""
+for its own share of the tokens: ranks that share the weights of a model with experts share its tokens too."""
 
 from typing import Any
 
@@ -122,8 +121,7 @@ def rotated(x: Tensor, rotation: tuple[Tensor, ...], *, interleaved: bool) -> Te
     Args:
         x: pairs are neighbours where it is `interleaved`, else its halves.
         rotation: cosines and sines of a `PackedLayout`, twice [T, 1, d].
-        interleaved: see above.
-    """
+        interleaved: see above."""
     half = x.shape[-1] // 2
     cos, sin = rotation[0][..., :half], rotation[1][..., half:]
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])

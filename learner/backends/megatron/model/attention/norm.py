@@ -13,8 +13,7 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (arXiv:1910.07467, eq. 4) instead of megatron-core's, which needs Apex.
 
     On CPU in float32 it has its own backward pass, a third faster than torch's composite one; on CUDA it is
-    compiled, three times faster than torch's own kernel on rows as short as a head.
-    """
+    compiled, three times faster than torch's own kernel on rows as short as a head."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()

@@ -36,8 +36,7 @@ def split_heads(
         key_weight: [d], the same for keys.
         rotation: twice [T, 1, d], the cosine of the rotary angle of each token, the halves of d paired as in
             Llama, and its sine, negated in the first half of d.
-        settings: sizes.
-    """
+        settings: sizes."""
     return _SplitHeads.apply(mixed, query_weight, key_weight, *rotation, settings)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -104,8 +103,7 @@ def _join(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `heads` and of the weights from those of queries, keys and values.
 
-    With n = x * scale and g = grad * weight, d/dx = scale * (g - n * mean(g * n)).
-    """
+    With n = x * scale and g = grad * weight, d/dx = scale * (g - n * mean(g * n))."""
     joined = torch.empty_like(heads)
     joined[:, :, -1] = grads[2]
     of_weights: list[Tensor | None] = []

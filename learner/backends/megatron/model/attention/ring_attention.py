@@ -4,8 +4,7 @@ A rank computes with the keys and values of one rank while those of the next are
 holds those of two others at most (ring attention, arXiv:2310.01889). They come from the rank that has them,
 not by way of the others: so a rank is sent what it sees and no more
 (learner/backends/megatron/model/attention/ring_layout.py). Backwards they pass by once more, and their
-gradients are sent to the rank that has them while the next are computed.
-"""
+gradients are sent to the rank that has them while the next are computed."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -41,8 +40,7 @@ def attend_around(
         group: the context-parallel ranks.
         scale: factor of the scores.
 
-    Returns [T, heads, v].
-    """
+    Returns [T, heads, v]."""
     attended: Tensor = _RingAttention.apply(query, key, value, steps, group, scale)  # type: ignore[no-untyped-call]
     return attended
 

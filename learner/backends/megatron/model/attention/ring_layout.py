@@ -7,8 +7,7 @@ of its queries. Every step has the same work. With a sliding window it is what l
 
 Whatever is seen is cut into rectangles, in which each query sees each key, and triangles, in which query n
 sees keys 0 to n; a kernel for causal attention takes both, and needs no mask. At the far edge of a window
-query n sees keys n and up, which is a triangle when read backwards.
-"""
+query n sees keys n and up, which is a triangle when read backwards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -2,8 +2,7 @@
 gives nothing for it (arXiv:2309.17453, section 3.3, and gpt-oss).
 
 A sink is a set of keys of its own, whose value is zero: the output of the others is scaled by the share of
-the softmax that is theirs, so that torch's kernels serve, with windows and on CUDA too.
-"""
+the softmax that is theirs, so that torch's kernels serve, with windows and on CUDA too."""
 
 from typing import Any
 
@@ -32,8 +31,7 @@ def attend_with_sinks(
         sinks: [heads], logits.
         sets: runs of queries and keys.
         scale: factor of the scores, not of the sinks.
-        window: number of keys that a query sees, the last of them its own; None is all before it.
-    """
+        window: number of keys that a query sees, the last of them its own; None is all before it."""
     attended: Tensor = _SinkAttention.apply(query, key, value, sinks, sets, scale, window)  # type: ignore[no-untyped-call]
     return attended
 

@@ -5,8 +5,7 @@ A state goes through a sequence from its first token to its last, so that ranks 
 (context parallelism) would wait for one another. In such a layer they share the heads: each sends every other
 rank what its tokens have of that rank's heads, and then has all tokens of its own heads (DeepSpeed-Ulysses,
 arXiv:2309.14509, section 3). What the heads found goes back the same way. A sequence that one rank has whole
-stays there, with all heads.
-"""
+stays there, with all heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,7 @@ end, and gather the keys of all. A piece of a segment sees itself causally, and 
 before it, which is one more set of keys.
 
 What each set of keys contributes is put together by the logarithms of the softmax's sums
-(learner/backends/megatron/model/attention/key_sets.py).
-"""
+(learner/backends/megatron/model/attention/key_sets.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,8 +82,7 @@ def tree_layout(
         lengths: of the segments, in depth-first order.
         parents: the segment before each; -1 for a root.
         held: tokens of the line of segments that this rank has; all of them where it is empty.
-        ranks: context-parallel ranks that share the line.
-    """
+        ranks: context-parallel ranks that share the line."""
     starts = [0, *accumulate(lengths)]
     runs = held or [range(starts[-1])]
     segments = [range(*pair) for pair in pairwise(starts)]
@@ -143,8 +141,7 @@ def attend_along_paths(
     """Attend from each token to those on its path: [N, heads, d] and twice [U, groups, d] to [N, heads, d].
 
     Keys and values are those of the whole line of segments, queries those of this rank. `scale` is a factor
-    of the scores. On CUDA the dtype is one of 16 bits.
-    """
+    of the scores. On CUDA the dtype is one of 16 bits."""
     attended: Tensor = _TreeAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return attended
 
