@@ -119,7 +119,6 @@ def decode(data: bytes, *expected: type[M]) -> M:
 
 
 def _memory_limit(data: bytes, expected: tuple[type[M], ...]) -> MemoryLimit:
-    """Return the limit of the class whose tag `data` begins with; a message of no such class is refused."""
     return next((cls.memory for cls in expected if data.startswith(_beginning(cls.tag))), MemoryLimit())
 
 
@@ -217,7 +216,6 @@ def _default_of(field: Any) -> Callable[[], Any] | None:
 
 
 def _converters(hint: Any) -> tuple[Convert | None, Convert]:
-    """Return how a field of type `hint` is packed (None: unchanged) and unpacked."""
     origin = get_origin(hint)
     if origin is Annotated:
         return _array_converters(get_args(hint)[1])
@@ -292,7 +290,6 @@ def _record_converter(kind: Any) -> Convert:
 
 
 def _union_converters(options: tuple[Any, ...]) -> tuple[Convert | None, Convert]:
-    """Return the converters of `X | None`, or of a union of plain JSON types."""
     if len(options) == 2 and types.NoneType in options:
         pack, unpack = _converters(next(o for o in options if o is not types.NoneType))
         packs = None if pack is None else lambda value: None if value is None else pack(value)

@@ -177,7 +177,6 @@ class _Owned:
 
 
 async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts) -> None:
-    """Tell others what they need to join the run."""
     if prompts.heldout and settings.measures:
         await owned.heldout.put(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
     for name, found in prompts.sets.items():
@@ -187,8 +186,6 @@ async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts) 
 
 
 class _Service:
-    """The dispatcher, the shards and their status, run together."""
-
     def __init__(
         self, bus: Bus, settings: StorageSettings, data: DataSets, ledger: Ledger,
         held: list[HeldShard], *, measured: Mapping[str, Sequence[Prompt]], owned: _Owned,
@@ -282,7 +279,6 @@ class _Service:
             raise
 
     def _waits_for(self) -> str:
-        """Return what has not been opened yet; empty once others get answers."""
         if not self._dispatcher.serving:
             return "its dispatcher to serve"
         opening = {held.number for held in self._held}.intersection(self._dispatcher.awaited_shards)
@@ -399,7 +395,6 @@ class _Service:
         return Activity(doing, values, wait=wait)
 
     def _doing(self) -> tuple[str, Wait]:
-        """Return what storage does for a human, and what it waits for."""
         policy, dispatcher = self._dispatcher.policy, self._dispatcher
         if awaited := dispatcher.awaited_shards:
             here = not set(awaited) - set(self._settings.replay.numbers_here)

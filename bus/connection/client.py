@@ -54,7 +54,6 @@ class _RandomNames:
     """Names of inboxes. nats-py's own follow each other: who knows one could write to the others."""
 
     def next(self) -> bytearray:
-        """Return a name that cannot be guessed."""
         return bytearray(secrets.token_hex(11).encode())
 
 

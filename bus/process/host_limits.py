@@ -108,7 +108,6 @@ def _groups(kind: str, root: Path) -> list[Path]:
 
 
 def _text(file: Path) -> str:
-    """Return what a file of the kernel says; nothing where it is missing."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -136,7 +136,6 @@ def built_part(
 def _declared(
     kind: str, name: str, settings: Mapping[str, Any], declared: type | None, at: str
 ) -> list[BaseModel]:
-    """Return settings as the model that a class declares, or nothing if it declares none."""
     if not (isinstance(declared, type) and issubclass(declared, BaseModel)):
         if settings:
             raise ConfigError(

@@ -74,8 +74,6 @@ def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterator
 
 
 class _Work:
-    """How much of a piece of work is done."""
-
     def __init__(
         self, what: str, total: float | None, done: float, measured: Callable[[], float] | None
     ) -> None:
@@ -87,11 +85,9 @@ class _Work:
         self._began_s = time.monotonic()
 
     def advance(self, amount: float) -> None:
-        """Add to what is done."""
         self._done += amount
 
     def done(self) -> float:
-        """Return how much is done, never more than there is."""
         done = self._done if self._measured is None else self._measured()
         return done if self.total is None else min(done, self.total)
 
@@ -100,7 +96,6 @@ class _Work:
         return time.monotonic() - self._began_s
 
     def figures(self) -> dict[str, float]:
-        """Return what a line of the log says: the part that is done, and by its pace the seconds left."""
         figures = {"seconds": round(self.elapsed_s, 1)}
         if not self.total:
             return figures
@@ -113,7 +108,6 @@ class _Work:
 
 
 def _show(work: _Work, ended: threading.Event) -> None:
-    """Show the work until it has ended, if that takes longer than a moment."""
     if ended.wait(SHOWN_AFTER_S):
         return
     work.shown = True
@@ -138,15 +132,12 @@ def _has_terminal() -> bool:
 
 
 class _Bars:
-    """The bars on the terminal: a terminal has one place for all work that goes on at the same time."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shown: Progress | None = None
 
     @contextmanager
     def bar(self, work: _Work) -> Iterator[Callable[[], None]]:
-        """Show a bar; yields what brings it up to date."""
         with self._lock:
             shown = self._shown = self._shown or _started_bars()
             task = shown.add_task(work.what, total=work.total)

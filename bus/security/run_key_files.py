@@ -79,7 +79,6 @@ class RunKeyFiles:
         self._write(keys, {role: replace(read_credentials(self.creds(role)), seed=seed)})
 
     def _write(self, keys: RoleKeys, files: Mapping[str, Credentials]) -> None:
-        """Write the file of every role, `files` or as it is, with the list of keys; and then the list."""
         run_seed = self._run_key.read_text()
         signed = sign_keys(run_seed, self._run, keys)
         for role in reversed(list(keys.keys)):  # the operator's last: with it the run counts as made

@@ -133,7 +133,6 @@ class NatsServer:
             raise ConfigError(f"nats-server did not start, its last words: {_tail(log_file)}")
 
     async def _wait_until_ready(self, log_file: Path) -> None:
-        """Return when the server accepts connections, or has ended."""
         assert self._process is not None
         said = began = time.monotonic()
         while self._process.returncode is None and not self._listens():
@@ -232,13 +231,11 @@ def free_port(host: str) -> int:
 
 
 def _ports_for_servers() -> range:
-    """Return the larger part of the ports that lie outside the ephemeral range."""
     lowest, highest = _ephemeral_ports()
     return max(range(FIRST_PORT, lowest), range(highest + 1, 1 << 16), key=len)
 
 
 def _ephemeral_ports() -> tuple[int, int]:
-    """Return the first and the last port that the system gives to outgoing connections."""
     try:
         first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except OSError:

@@ -81,7 +81,6 @@ class SecureDirectory:
         return f"tls: {{ {tls} }}\naccounts: {json.dumps(accounts, indent=1)}\n"
 
     def _accounts(self, run: str) -> dict[str, object]:
-        """Return the account of a run's streams, which no user is in, and that of its roles."""
         # The name decides where nats-server keeps the streams on disk.
         streams, roles, files = f"run-{run}", f"roles-{run}", self.files(run)
         credentials = {role: load_credentials(files.creds(role)) for role in ROLES}
@@ -104,7 +103,6 @@ class SecureDirectory:
 
 
 def _user(credentials: Credentials, key: str) -> dict[str, object]:
-    """Return what a user with this public key, one of the role's, may do."""
     allowed, prefix = permissions(credentials.run, credentials.role), StreamAccess.of(credentials).prefix
     rights = {
         "publish": {"allow": [*allowed.publish, *(f"{prefix}{subject}" for subject in allowed.stored)]},

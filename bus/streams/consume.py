@@ -330,7 +330,6 @@ class _Ahead(Generic[M]):
 async def _handled(
     batch: list[Received[M]], bus: Bus, handle: Callable[[list[M]], Awaitable[None]]
 ) -> list[Received[M]]:
-    """Give the messages to `handle`; return those that it accepted."""
     if not batch:
         return []
     try:

@@ -39,7 +39,6 @@ async def keep_streams(bus: Bus, shards: int, stop: asyncio.Event) -> None:
 
 
 async def _gone(bus: Bus, shards: int) -> list[str]:
-    """Return the streams that are gone, or that lack one of their consumers."""
     consumers = Counter(bus.topology.stream(stream) for stream, _ in bus.topology.consumers(shards))
     gone = []
     for name in (str(config.name) for config in bus.topology.streams(shards)):

@@ -122,8 +122,6 @@ class StreamMessage:
 
 @dataclass
 class _Set:
-    """The parts of a message that have come, by number."""
-
     raws: dict[int, Msg]
     size_bytes: int
     held_since: float
@@ -132,8 +130,6 @@ class _Set:
 
 @dataclass
 class _Progress:
-    """The most parts of a set that were ever held together, and since when there were no more."""
-
     most: int
     since: float
     """Says when the first part came, on the clock of `Parts`."""

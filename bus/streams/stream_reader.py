@@ -108,7 +108,6 @@ class StreamReader:
             raise BusError(f"cannot read {self._stream}: {reason}") from error
 
     def _read(self, raw: Msg, before: list[StoredMessage]) -> StoredMessage | None:
-        """Return the message; None at the end of the answer. Raises `BusError` for a gap and a refusal."""
         headers = raw.headers or {}
         if (status := headers.get("Status")) is not None:
             if status in (NONE_THERE, END):

@@ -110,7 +110,6 @@ def _histogram(name: str, values: Tensor, edges: Sequence[float]) -> dict[str, T
 
 @cache
 def _on_device(edges: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy the edges once: a copy from the host makes it wait for the device."""
     return torch.tensor(edges, dtype=dtype, device=device)
 
 
@@ -168,7 +167,6 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _split_means(name: str, sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Return numerators and denominators of the figures of the tokens that `_split` took apart."""
     of = {what: sums[f"{name}_{what}"] for what in ("tokens", "ratio", "ratio_squared", "k1", "k3")}
     return {
         f"ess_fraction_{name}": (of["ratio"] ** 2, of["tokens"] * of["ratio_squared"]),

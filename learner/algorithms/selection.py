@@ -108,7 +108,6 @@ def with_selections(
 
 
 def _trained(sample: Sample) -> NDArray[np.intp]:
-    """Return where the trained tokens are; the first token never is."""
     return np.flatnonzero(sample.loss_mask[1:]) + 1
 
 

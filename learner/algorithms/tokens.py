@@ -137,7 +137,6 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Add up the values of all ranks."""
         ctx.group = group
         total = values.clone()
         dist.all_reduce(total, group=group)

@@ -198,7 +198,6 @@ def _size_before(root: Path) -> int | None:
 
 
 def _size_bytes(directory: Path) -> int:
-    """Return the size of all files; one that gets another name meanwhile may be left out."""
     size_bytes = 0
     for path in directory.iterdir():
         with suppress(FileNotFoundError):

@@ -100,7 +100,6 @@ def _model(file: Path) -> "PreTrainedModel":
 
 
 def _own_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """Return the weights by their names in files, each once: a tied head is the embedding."""
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         tied = model.get_output_embeddings().weight
@@ -137,8 +136,6 @@ def _compare(file: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 class _Sums:
-    """Number, sum and sum of squares of the elements of matrices."""
-
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, 0.0, 0.0
 

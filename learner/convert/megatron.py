@@ -154,7 +154,6 @@ def _by_rule(state: LazyWeights, hf_config: PretrainedConfig) -> LazyWeights:
 
 
 def _whole(rule: Rule, shape: Shape, state: LazyWeights) -> Spec:
-    """Return shape and dtype of the tensor that the parts will be merged to."""
     specs = [state.spec(part) for part in rule.parts]
     if len({spec.dtype for spec in specs}) > 1:
         raise ConfigError(f"{', '.join(rule.parts)} are of different dtypes: {[str(s.dtype) for s in specs]}")

@@ -85,7 +85,6 @@ def _written(
 
 
 def _config(source: Path) -> dict[str, Json]:
-    """Read `config.json` as it is: a model that transformers does not know can be converted too."""
     try:
         config = json.loads((source / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -96,7 +95,6 @@ def _config(source: Path) -> dict[str, Json]:
 
 
 def _undone(source: Path, found: Json, dtype: torch.dtype, threads: Executor) -> LazyWeights:
-    """Return the weights of a directory with this `quantization_config` as they were before."""
     stored = HFWeights(source, STORED_DTYPES)
     if isinstance(found, dict) and found.get("quant_method") == mxfp4_weights.METHOD:
         return FromMxfp4Weights(stored, dtype)

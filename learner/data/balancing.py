@@ -52,7 +52,6 @@ def forward_flops(config: PretrainedConfig, length: int, images: Iterable[int] =
 
 
 def _images_flops(config: PretrainedConfig, images: Iterable[float]) -> float:
-    """Return the FLOPs of the vision tower over images of so many tokens each."""
     vision: PretrainedConfig | None = getattr(config, "vision_config", None)
     if vision is None:
         return 0.0
@@ -60,7 +59,6 @@ def _images_flops(config: PretrainedConfig, images: Iterable[float]) -> float:
 
 
 def _flops(config: PretrainedConfig, tokens: float, pairs: float) -> float:
-    """Return the FLOPs of so many tokens, of which so many pairs attend."""
     config = config.get_text_config()
     layers = _read(config, "num_hidden_layers")
     linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
@@ -125,7 +123,6 @@ class GroupWork:
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, int]:
-    """Return the width of a query or key, and that of a value, of one head."""
     if _read(config, "kv_lora_rank"):
         width = _read(config, "qk_nope_head_dim") + _read(config, "qk_rope_head_dim")
         return width, _read(config, "v_head_dim")
@@ -168,7 +165,6 @@ def _is_mixture(config: PretrainedConfig, layer: int) -> bool:
 
 
 def _read(config: PretrainedConfig, name: str) -> int:
-    """Return a size of a configuration, or 0 if it is missing or None."""
     return int(getattr(config, name, None) or 0)
 
 
@@ -191,7 +187,6 @@ def tower_flops(vision: PretrainedConfig, patches: Iterable[float]) -> float:
     window = _window_patches(vision) if windowed else 0
 
     def pairs(count: float) -> float:
-        """Return how many pairs of patches attend in all layers."""
         return float((depth - windowed) * count**2 + windowed * count * min(count, window))
 
     return float(sum(count * each + 4.0 * hidden * pairs(count) for count in patches))

@@ -156,7 +156,6 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64], weight: fl
 
 
 def _rewards_of_agents(groups: Groups) -> list[list[list[float]]]:
-    """Return the rewards of each agent's episodes, for each group that has something to train."""
     trained = [[one for one in group if one.is_trained] for group in groups]
     return [
         [[*episodes.values()] for episodes in episode_rewards(one.agent_reward for one in group).values()]

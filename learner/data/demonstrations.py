@@ -153,7 +153,6 @@ class Demonstrations:
 
     @contextmanager
     def _naming(self, number: int) -> Iterator[None]:
-        """Name the demonstration in which something is wrong."""
         try:
             yield
         except (ConfigError, ChatRefusedError, ImageError) as error:
@@ -203,8 +202,6 @@ class Demonstrations:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A sequence that is trained."""
-
     parts: Sequence[tuple[str, bool]]
     """Its texts in order, and whether each is an answer, which its end follows."""
     images: Sequence[PlacedImage]
@@ -212,7 +209,6 @@ class _Chat:
 
 
 def _called(message: Mapping[str, Json]) -> list[str]:
-    """Return the names of the functions that an answer calls."""
     calls = message.get("tool_calls")
     functions = (
         [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []

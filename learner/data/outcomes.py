@@ -104,7 +104,6 @@ class Outcomes:
         }
 
     def _by_source(self) -> Iterator[tuple[str, float]]:
-        """Yield the figures of each source, where prompts name theirs."""
         sources: defaultdict[str, list[Outcome]] = defaultdict(list)
         for one in self.each:
             sources[one.source].append(one)
@@ -115,7 +114,6 @@ class Outcomes:
 
 
 def _parts(trajectories: Iterable[Outcome]) -> Iterator[tuple[str, float]]:
-    """Yield the mean of each part of the reward, over the trajectories that have it."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for one in trajectories:
         for name, value in one.parts.items():

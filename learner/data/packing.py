@@ -339,7 +339,6 @@ def _experts(samples: Sequence[Sample]) -> Tensor | None:
 
 
 def _images(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[PlacedImage, ...]:
-    """Return the images of all samples, in their places in the pack."""
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     moved = ((sample, start) for sample, start in zip(samples, starts, strict=True) if sample.images)
     return tuple(image.moved(start) for sample, start in moved for image in sample.images)

@@ -128,7 +128,6 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
 
 
 def _refuse_other_optimizer(own: str, wanted: str) -> None:
-    """Raise `ConfigError` for an optimizer whose state the run's checkpoints do not have."""
     if own != wanted:
         raise ConfigError(
             f"learner.optimizer.matrices={wanted}: the run was trained with {own}, and its steps are trained "
@@ -207,7 +206,6 @@ def summary(steps: Sequence[RetrainedStep]) -> dict[str, Json]:
 
 
 def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Backend, Progress]:
-    """Return the newest state up to `step` that there is; of step 0 always the initial model."""
     root = settings.checkpoints
     while step > 0:
         found = checkpoints.steps(root)
@@ -241,7 +239,6 @@ def _lines(settings: LearnerSettings, after: int, to_step: int) -> list[TrainedS
 
 
 def _used(line: TrainedStep, uses: Mapping[int, int]) -> TrainedStep:
-    """Return the step with its groups as often as `uses` says."""
     weights = line.weights or (1.0,) * len(line.leases)
     given = [pair for pair in zip(line.leases, weights, strict=True) for _ in range(uses.get(pair[0], 1))]
     return replace(line, leases=tuple(lease for lease, _ in given), weights=tuple(w for _, w in given))

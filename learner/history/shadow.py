@@ -153,8 +153,6 @@ class Shadow:
         return False
 
     async def _next_step(self) -> StepGroups | None:
-        """Return the step after ours once the learner has trained it; None when it trains no more, or on
-        `stop`."""
         while (given := await self._asked(self.progress.step + 1)) is not None:
             step, over = self.progress.step, given.stage == "done"
             if given.incarnation != self._followed and (over or given.trained_through >= step):
@@ -185,7 +183,6 @@ class Shadow:
         return None
 
     async def _asked(self, step: int) -> StepGroups | None:
-        """Return what storage says of a step; None if `stop` came first."""
         asking = asyncio.create_task(self._reader.given(step))
         if self._stop.is_set() or not await ended_before(self._stop, asking):
             asking.cancel()
@@ -193,7 +190,6 @@ class Shadow:
         return asking.result()
 
     async def _fetch(self, given: StepGroups) -> list[list[Trajectory]] | None:
-        """Return the groups of a step; None when they were retired, which is counted, or on `stop`."""
         self._activity = Activity(f"reading step {given.step}")
         fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
         try:
@@ -252,7 +248,6 @@ class Shadow:
         })  # fmt: skip
 
     def _begin(self) -> None:
-        """Load the newest state of our own, else that of `from_checkpoint`, else the initial model."""
         settings = self._settings.learner
         self._initial = self._initial or prepare(settings, self._demonstrations)
         refuse_other_teachers(
@@ -272,7 +267,6 @@ class Shadow:
         log.info("shadow_begins", checkpoint=str(start), step=self.progress.step)
 
     def _roll_back(self, step: int) -> None:
-        """Forget `step` and those after it."""
         log.warning("shadow_rolls_back", before_step=step, was_at=self.progress.step)
         rollbacks, root = self.progress.rollbacks + 1, self._settings.learner.checkpoints
         for saved in checkpoints.steps(root):
@@ -332,8 +326,6 @@ class Shadow:
 
 
 def _progress_at(checkpoint: Path | None) -> ShadowProgress:
-    """Return where a learner's checkpoint stands, with nothing counted yet; the very beginning without
-    one."""
     if checkpoint is None:
         return ShadowProgress()
     found = Progress.from_json(read_extra(checkpoint))

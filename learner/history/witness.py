@@ -91,7 +91,6 @@ def newest_witness(settings: LearnerSettings, stores: Sequence[ReplayStore]) -> 
 
 
 def _step_of(settings: LearnerSettings, lease: int) -> tuple[int, int]:
-    """Return the step that trained on a lease, and the step of the first checkpoint that has it."""
     steps = lineage.steps(settings.lineage)
     step = next((n for n, line in steps.items() if lease in line.leases), None)
     if step is None:

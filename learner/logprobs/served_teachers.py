@@ -181,7 +181,6 @@ def _refuse_other_distribution(tag: str, teacher: TeacherConfig, sample: Sample)
 
 
 def _trained(sample: Sample) -> NDArray[np.intp]:
-    """Return the places of the trained tokens; nothing predicts the first."""
     return 1 + np.flatnonzero(sample.loss_mask[1:])
 
 

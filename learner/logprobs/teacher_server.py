@@ -183,7 +183,6 @@ class TeacherServer:
             return response.status, await response.read()
 
     def _away(self, path: str, reason: str) -> _AwayError:
-        """Return the error of a failed request, which the log shows at most once a period."""
         now_s = time.monotonic()
         if now_s - self._logged_s >= LOG_PERIOD_S:
             self._logged_s = now_s

@@ -94,7 +94,6 @@ def _records(run: Path, steps: Collection[int] | None = None) -> Iterator[dict[s
 
 
 def _files(run: Path) -> dict[int, Path]:
-    """Return the files of the records by step; none where there is no directory."""
     directory = run / _DIRECTORY
     if not directory.is_dir():
         return {}

@@ -241,12 +241,10 @@ def stream_hf_directory(
 
 
 def _unnamed(number: int) -> str:
-    """Return the name of a file of weights as long as nobody knows how many there will be."""
     return f"{TEMPORARY_PREFIX}{number}.safetensors"
 
 
 def _shard_file(number: int, shards: int) -> str:
-    """Return the name of the file of weights `number`, from 0."""
     return f"model-{number + 1:05}-of-{shards:05}.safetensors"
 
 
@@ -265,7 +263,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _split(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[str]]:
-    """Fill one file after another; return their names with the tensors in them."""
     shards: list[list[str]] = []
     filled = 0
     for name, spec in specs.items():

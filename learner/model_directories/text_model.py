@@ -60,7 +60,6 @@ class _EachExpert(LazyWeights):
         return part_of(self._weights, stack, 0, expert, expert + 1)[0, rows]
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype without reading the tensor."""
         if name not in self._places:
             return self._weights.spec(name)
         stack, _, rows = self._places[name]

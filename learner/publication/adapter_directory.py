@@ -51,7 +51,6 @@ def _lacking(adapters: TrainedAdapters, tensors: Mapping[str, Tensor]) -> Iterat
 
 
 def _is_routed(module: str) -> bool:
-    """Tell whether it is a projection of a routed expert, as `mlp.experts.3.down_proj`."""
     parts = module.split(".")
     return len(parts) > 2 and parts[-3] == "experts" and parts[-2].isdigit()
 
@@ -61,7 +60,6 @@ def _is_of_mlp(module: str) -> bool:
 
 
 def _config(adapters: TrainedAdapters, model: str) -> dict[str, JsonValue]:
-    """Return what peft reads; what is missing has peft's default."""
     lora = adapters.config
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft declares whole numbers
     return {
@@ -81,7 +79,6 @@ def _config(adapters: TrainedAdapters, model: str) -> dict[str, JsonValue]:
 
 
 def _form(adapters: TrainedAdapters) -> dict[str, JsonValue]:
-    """Return what kind of model they belong to, and what of it lies whole beside them."""
     if not adapters.whole:
         return {"task_type": "CAUSAL_LM"}
     return {"task_type": "SEQ_CLS", "modules_to_save": [n.removesuffix(WEIGHT) for n in adapters.whole]}

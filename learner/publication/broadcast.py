@@ -131,8 +131,6 @@ class Broadcaster:
             group.living.cancel()
 
     async def _newest_copy(self, at_least: int) -> "SharedCopy":
-        """Return the newest weights, which are not older than the announcement that made somebody ask for
-        them."""
         async with self._copying:
             for _ in range(COPIES):
                 weights = self._announced()
@@ -168,7 +166,6 @@ class Broadcaster:
             self._spares = [*self._spares, memory][-SPARES:]
 
     async def _make_ready(self, group: "_Group", copy: SharedCopy) -> None:
-        """Raises `BusError`, and gives the group up, when its process cannot send it."""
         try:
             await group.process.prepares(copy)
         except BusError:  # what the process says next would be taken for another answer
@@ -177,7 +174,6 @@ class Broadcaster:
             raise
 
     async def _new_group(self, wanted: BroadcastWanted, copy: SharedCopy) -> "_Group":
-        """Return a group whose ranks may come. Raises `BusError` when its process does not start."""
         on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
         name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
         order = {
@@ -311,7 +307,6 @@ class _SenderProcess:
         return line
 
     async def prepares(self, copy: SharedCopy) -> None:
-        """Have it ready to send this. Raises `BusError` when it cannot."""
         said = await self.says("prepared", START_S, request={"prepare": copy.where()})
         if slower := said["slower"]:
             log.warning("weights_are_sent_slowly", reason=slower)

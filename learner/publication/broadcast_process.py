@@ -200,7 +200,6 @@ class Source:
         return torch.from_numpy(memory), unlocked
 
     def _placed(self, asked: Line) -> Iterator[torch.Tensor]:
-        """Return the bytes of each bucket, where the group's backend takes them from."""
         memory, spans = self._mapped[asked["memory"]], _spans(asked)
         if self._device == "cpu":
             return (memory[begin:end] for begin, end in spans)

@@ -140,8 +140,6 @@ class _OfDtype:
 
 
 class _Changes(NamedTuple):
-    """Words that changed, and where they are."""
-
     places: Tensor
     """int64 [n]."""
     words: Tensor
@@ -226,7 +224,6 @@ class _Chunk:
 
 
 def _differing(new: Tensor, old: Tensor) -> Tensor:
-    """Return where two lines of words differ."""
     if new.is_cuda:
         return (new != old).nonzero()[:, 0]
     return torch.from_numpy(np.flatnonzero(new.numpy() != old.numpy()))  # in a quarter of torch's time
@@ -253,7 +250,6 @@ def _exchanged(sent: Sequence[Sequence[_Changes]]) -> Iterator[_Changes]:
 
 
 def _passed(values: list[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Send each rank its values; return what comes, so many from each."""
     item = values[0].element_size()  # bytes, since NCCL has no 16-bit integers
     received = torch.empty(sum(sizes) * item, dtype=torch.uint8, device=device())
     coming, going = ([size * item for size in each] for each in (sizes, map(len, values)))

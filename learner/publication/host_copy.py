@@ -139,8 +139,6 @@ def _copy(host: HostCopy, backend: Backend) -> Copied:
 
 
 class _Buffers:
-    """Memory for all weights, in one piece, and the tensors in it."""
-
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, exact: Mapping[str, torch.dtype]
     ) -> None:

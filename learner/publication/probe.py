@@ -103,7 +103,6 @@ def drawn_image(side: int) -> bytes:
 
 
 def _showing(config: PretrainedConfig, reader: ImageReader) -> list[Sample]:
-    """Return the sequence with the image; nothing where the context has no room for one of that size."""
     start, pad, end = reader.token_ids
     image = reader.read(drawn_image(reader.side))
     behind = min(BEHIND_IMAGE, _room(config) - 3 - image.rows * image.columns)
@@ -119,5 +118,4 @@ def _showing(config: PretrainedConfig, reader: ImageReader) -> list[Sample]:
 
 
 def _room(config: PretrainedConfig) -> int:
-    """Return how many tokens of the context a prompt may have."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", LEFT_FREE + LENGTH)) - LEFT_FREE

@@ -274,7 +274,6 @@ class WeightPublisher:
     # --- one publication ---
 
     async def _as_delta(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest | None:
-        """Publish what changed since the version before; `None` where that is nearly everything."""
         base, before = self._weights, self.latest
         if base is None or before is None:
             return None
@@ -345,7 +344,6 @@ class WeightPublisher:
         await self._snapshots.begin(weights, written)
 
     async def _announce_snapshot(self, blob: BlobRef, version: int) -> None:
-        """Announce the latest version again, with the snapshot of a version that its deltas lead on from."""
         latest = self._latest()
         if latest.since(version) is None:  # a later version was sent whole meanwhile
             return
@@ -516,7 +514,6 @@ class WeightPublisher:
         self._model = await put_only_blob(self._bus, self._publisher, encode(self._files), "model")
 
     async def _put_base(self) -> None:
-        """Store the weights that published adapters belong to, unless they are there."""
         if self._base is not None and self._adapted is None:
             weights = await asyncio.to_thread(self._base.weights)
             blob = await self._put(snapshot_content(weights), "base")

@@ -206,7 +206,6 @@ class OtherRanks:
         return answers
 
     def _received(self, ranks: Iterable[int], size_bytes: int) -> list[object]:
-        """Return an answer of each, or as many bytes."""
         answers: list[object] = []
         for rank in ranks:
             box: list[object] = [None]

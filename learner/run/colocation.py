@@ -83,7 +83,6 @@ class Device:
             await self._give_back()
 
     async def _yielded(self, stop: asyncio.Event) -> bool:
-        """Wait until no living actor of this host uses the devices; return False when `stop` came first."""
         config, deadline_s = self._config, time.monotonic() + self._config.yield_timeout_s
         beats: dict[str, Beats] = {}
         users: Iterable[str] | None = None

@@ -34,8 +34,6 @@ LEAST_SHARE = 0.001
 
 @dataclass
 class _Asked:
-    """A profile that somebody waits for."""
-
     steps: int
     answer: asyncio.Future[Profiled]
     first_step: int | None = None

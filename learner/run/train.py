@@ -184,7 +184,6 @@ class Learner:
         await self._checkpoints.begin()
 
     async def _warmed_up(self) -> bool:
-        """Take all steps on demonstrations; return False if `stop` came before the last."""
         progress, warmup = self.progress, self._settings.warmup
         steps, latest = range(progress.warmup_step, warmup.steps), ""
         for step in tracked(steps, "warming up on demonstrations"):
@@ -227,7 +226,6 @@ class Learner:
                     await self._checkpoints.begin()
 
     async def _step(self) -> bool:
-        """Take one optimizer step and publish; return False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
         self._activity = Activity("waiting for the batch", wait="batch")
@@ -288,7 +286,6 @@ class Learner:
         return True
 
     async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
-        """Train, and write down what the step consumed and what came of it."""
         version = self.progress.policy_version
         batch, result = await self._world.call(Rank.train, lease.step, version, self.progress.baselines)
         copies = self._world.rank.trained_copies
@@ -337,7 +334,6 @@ class Learner:
             await self._published()
 
     async def _accuracy_now(self) -> float | None:
-        """Return the held-out sampled accuracy of this version; None if nobody measures it, or on `stop`."""
         version = self.progress.policy_version
         if not self._heldout.measures or self._stop.is_set():
             return None
@@ -401,7 +397,6 @@ class Learner:
             self._publishing = None
 
     async def _evaluate(self) -> None:
-        """Ask the actors for the held-out reward of the version published last."""
         manifest = self._weights.latest
         if manifest is None or self._heldout.was_asked(manifest.policy_version):
             return
@@ -445,7 +440,6 @@ class Learner:
         return self._long_wait.look(self._now(), progress.warmup_step, progress.step)
 
     def _alarms(self) -> dict[str, Json]:
-        """Return what is wrong, each under a name that stays as long as it is."""
         found = {"policy": self._policy_alarm.text, "weights": self._weights.alarm}
         return {name: text for name, text in (found | self._learning_alarm.alarms).items() if text}
 

@@ -150,7 +150,6 @@ def _policy_updates(
 
 
 def _none(batch: StepBatch) -> StepResult:
-    """Return the result of a step that leaves the policy as it is, as it is meant to."""
     return StepResult(
         loss=0.0,
         grad_norm=0.0,

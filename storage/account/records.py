@@ -58,8 +58,6 @@ def content_digest(trajectory: Trajectory) -> bytes:
 
 
 class _Declared(NamedTuple):
-    """How the fields of a trajectory are read."""
-
     arrays: Callable[[Trajectory], tuple[Any, ...]]
     others: Callable[[Trajectory], tuple[Any, ...]]
     names: tuple[str, ...]
@@ -94,8 +92,6 @@ def _plain(value: Any) -> Any:
 
 
 class _Shape(NamedTuple):
-    """How a `NamedTuple` counts."""
-
     fractions: tuple[int, ...]
     """Places of numbers with a fraction: decoding makes an integer there a float."""
     images: tuple[int, ...]
@@ -325,7 +321,6 @@ def read_records(directory: Path, *, run: str = "") -> Iterator[RecordFile]:
 
 
 def _owner(header: bytes) -> Owner | None:
-    """Return whose a file is; None for a line that was cut short, or of another format."""
     try:
         found = Owner(**json.loads(header))
     except (ValueError, TypeError):
@@ -382,7 +377,6 @@ def _writer_of(path: Path) -> str:
 
 
 def _file_name(writer: str) -> str:
-    """Return a name for files: a source of rewards may be a path, or longer than a file's name."""
     quoted = quote(writer, safe=" ")
     return quoted if len(quoted) <= LONGEST_NAME else xxhash.xxh3_128_hexdigest(writer.encode())
 

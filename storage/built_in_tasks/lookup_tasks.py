@@ -14,7 +14,6 @@ NAMES = (len(CONSONANTS) * len(VOWELS)) ** 2
 
 
 def _name(number: int) -> str:
-    """Return a name such as `kabo`."""
     second, first = divmod(number, len(CONSONANTS) * len(VOWELS))
     return "".join(CONSONANTS[one // len(VOWELS)] + VOWELS[one % len(VOWELS)] for one in (first, second))
 
@@ -79,7 +78,6 @@ def _passage(number: int) -> str:
 
 
 def _found(question: str, call: str, *numbers: int) -> list[Json]:
-    """Return the chat after a search that has found these passages."""
     texts = "\n".join(f"[{n}] {_passage(number)}" for n, number in enumerate(numbers, 1))
     return [_user(question), _assistant(call), _user(f"<result>{texts}</result>")]
 

@@ -37,7 +37,6 @@ def count_demonstration(number: int, rng: Random, wrong: bool) -> str:
 
 
 def _picture(shapes: int, rng: Random) -> str:
-    """Return a picture of so many circles and squares, as a data URI."""
     picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), PAPER)
     draw = ImageDraw.Draw(picture)
     for cell in rng.sample(range(CELLS**2), shapes):

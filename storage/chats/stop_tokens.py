@@ -167,7 +167,6 @@ def _named(model: Path, tokenizer: StopTokenizer) -> Iterable[tuple[str, Sequenc
 
 
 def _read(path: Path) -> Mapping[str, object]:
-    """Return the object in a JSON file; nothing where there is no file. Raises `ConfigError`."""
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:

@@ -132,7 +132,6 @@ class ReplayReader:
         return await self._ask("step_groups", StepGroupsRequest(step=step), StepGroups)
 
     async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
-        """Ask until storage answers, since it may be restarting. Raises as `lease` does."""
         subject = self._bus.subject("rpc", what)
         began = time.monotonic()
         while True:
@@ -145,7 +144,6 @@ class ReplayReader:
     async def _read(
         self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]
     ) -> list[Trajectory]:
-        """Read these groups from a shard, which may be restarting."""
         began = time.monotonic()
         while True:
             try:
@@ -244,7 +242,6 @@ class LocalReader:
         )
 
     def _complain(self, shard: int, reason: str) -> None:
-        """Log why files cannot be used, once and not at every step."""
         if self._complaints.get(shard) != reason:
             self._complaints[shard] = reason
             log.warning("replay_not_mapped", shard=shard, reason=reason)

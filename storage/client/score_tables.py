@@ -106,7 +106,6 @@ def _rank_correlation(old: NDArray[np.float64], new: NDArray[np.float64]) -> flo
 
 
 def _classes(old: NDArray[np.float64]) -> Mapping[str, NDArray[np.bool_]]:
-    """Divide the trajectories into classes by their old rewards."""
     values = np.unique(old)
     if len(values) <= FEW_VALUES:
         return {f"{value:g}": old == value for value in values}

@@ -294,7 +294,6 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Return the commit that this code was checked out at, marked when files have changed since."""
     if not (_SOURCE / ".git").exists():
         return None  # installed: a repository around the environment would be somebody else's
     commit = _git("rev-parse", "HEAD")

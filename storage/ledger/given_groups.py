@@ -189,7 +189,6 @@ class GivenGroups:
         return group
 
     def _remember(self, group: Candidate) -> None:
-        """Know a group again; one that is not in memory was given to forgotten steps alone."""
         groups = self._groups.setdefault(group.policy_version, {})
         if group.lease_id not in groups:
             found = self._sql.execute(_STEPS, (group.lease_id, self._forgotten))

@@ -55,7 +55,6 @@ class HeldOutStore:
                     sql.execute(_OLDER, (data_set, evaluations))
 
     def _make(self) -> None:
-        """Make the database, which has its name once its table is there: others read it at any time."""
         unfinished = HeldOutStore(temporary_sibling(self.path))
         with unfinished._opened("rwc") as sql:
             sql.execute("PRAGMA journal_mode=WAL")

@@ -88,7 +88,6 @@ async def record_metrics(
 
 
 async def _row(bus: Bus, message: StoredMessage) -> NumberedRow | None:
-    """Return the row of an event; None for one that is not understood."""
     event = decoded_event(message)
     if event is None:
         return None
@@ -111,8 +110,6 @@ def decoded_event(message: StoredMessage) -> Metrics | EvaluationResult | None:
 
 
 class _Files:
-    """The files of a run's metrics, and the place up to which they hold its events."""
-
     def __init__(self, run: RunDirectory) -> None:
         self.place = recorded_place(run)
         self._beginnings = 0

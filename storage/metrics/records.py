@@ -121,7 +121,6 @@ def last_record(path: Path) -> Record | None:
 
 
 def _parsed(line: str | bytes) -> Record | None:
-    """Return the record of a line; None for one that a killed writer left unfinished, or that is cut off."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -72,7 +72,6 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
 
 
 def _same(one: _Tensor, other: _Tensor) -> bool:
-    """Compare the bytes of two tensors, a piece at a time."""
     if one.kind != other.kind:
         return False
     with one.file.open("rb") as left, other.file.open("rb") as right:

@@ -182,7 +182,6 @@ def _tools(row: Row, keys: PromptKeys) -> list[Json]:
 
 
 def _optional(row: Row, key: str, default: str) -> Json:
-    """Return the value of a key that may be absent unless the user named it."""
     return row.values.get(key) if key == default else row.required(key)
 
 
@@ -224,7 +223,6 @@ def _without_nulls(value: Json) -> Json:
 
 
 def _checked_tool(tool: Json, where: str) -> str:
-    """Return the name of a tool; raises `ConfigError` for what is none."""
     if not isinstance(tool, dict):
         raise ConfigError(f"{where} is {kind_of(tool)}, not an object: {_TOOLS_REMEDY}")
     if (kind := tool.get("type")) != "function":

@@ -86,7 +86,6 @@ def _fetch_all(repo: str, commit: str, patterns: tuple[str, ...]) -> None:
 
 
 def _downloaded(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the snapshot of a data set with the files of these patterns. Raises `ConfigError`."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -123,7 +122,6 @@ def _commit_here(repo: str, revision: str | None) -> str | None:
 
 
 def _wanted(rest: str) -> list[str]:
-    """Return the patterns of the files to fetch: those below a directory or of a split, if one is named."""
     below = rest.strip("/")
     if not below:
         return [*PATTERNS]

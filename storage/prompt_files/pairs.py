@@ -52,7 +52,6 @@ def _pair(row: Row) -> list[Prompt]:
 
 
 def _messages(row: Row, key: str, role: str) -> list[Json]:
-    """Return the messages under `key`, where a text is what `role` says."""
     content = row.required(key)
     if isinstance(content, str) and content.strip():
         return [{"role": role, "content": content}]

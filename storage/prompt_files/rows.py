@@ -193,7 +193,6 @@ def _splits(directory: Path) -> dict[str, list[Path]]:
 
 
 def _split(path: Path) -> tuple[Path, slice]:
-    """Return the file and the slice of its rows; what a name of the hub stands for is fetched."""
     if "@[" not in path.name:
         return _here(path), slice(None)
     match = _SLICE.fullmatch(str(path))
@@ -267,7 +266,6 @@ def _read_parquet(file: Path) -> Iterator[Raw]:
 
 
 def _read_arrow(file: Path) -> Iterator[Raw]:
-    """Read a file of `datasets.save_to_disk`, which is a stream of Arrow."""
     import pyarrow
 
     try:

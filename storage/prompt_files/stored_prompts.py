@@ -152,8 +152,6 @@ def stamp_of(path: Path) -> tuple[int, int, int, int]:
 
 
 class _Tally:
-    """Digest, offsets and largest size of prompts, taken one after the other."""
-
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self._offsets = array("q", [0])
@@ -164,7 +162,6 @@ class _Tally:
         return self._digest.hexdigest()
 
     def add(self, prompt: Prompt) -> bytes:
-        """Count a prompt; return its line."""
         line = _line(prompt)
         self.count(prompt, len(line))
         return line
@@ -189,7 +186,6 @@ class _Tally:
 
 
 def _tally_of(path: Path) -> _Tally | None:
-    """Read a file; return None where it does not hold prompts. Raises `OSError`."""
     tally = _Tally()
     try:
         with path.open("rb") as lines:

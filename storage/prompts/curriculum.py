@@ -225,7 +225,6 @@ async def report_sources(
 
 
 async def _told(bus: Bus, events: Publisher, ledger: Ledger, step: int, values: dict[str, Json]) -> bool:
-    """Publish the numbers of a step; return whether the bus has them."""
     metrics = Metrics(source="storage", step=step, time_s=time.time(), values=values)
     name = f"sources-{ledger.facts.get('incarnation', '')}-{step}"
     try:

@@ -173,7 +173,6 @@ class DataSets:
     def _continued(
         self, sources: Sequence[PromptSource], first: int, *, seed: int, shuffle: bool
     ) -> tuple[PromptSource, ...]:
-        """Return the sources with their shares, each behind what was drawn of the same prompts before."""
         if not sources:
             return ()
         drawn: dict[tuple[str, str], int] = {}
@@ -244,7 +243,6 @@ class DataSets:
         self._ledger.set_fact(f"{_DATA_SET}{data_set.first_lease:012d}", json.dumps(asdict(data_set)))
 
     def _copied(self, prompts: Iterable[Prompt]) -> StoredPrompts:
-        """Return the prompts as they are stored here, where they have to be written first if need be."""
         if isinstance(prompts, StoredPrompts) and prompts.path.parent == self._directory:
             stored = prompts
         else:

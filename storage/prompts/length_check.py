@@ -158,7 +158,6 @@ def _long(
 
 @asynccontextmanager
 async def _files(bus: Bus, model: BlobRef) -> AsyncIterator[Path]:
-    """Write the model files on the bus to a directory that is gone afterwards."""
     files = decode(await get_blob(bus, model), ModelFiles)
     with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
         await asyncio.to_thread(unbundle, files, Path(directory))

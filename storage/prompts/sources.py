@@ -73,8 +73,6 @@ def _read(
 
 
 class _Part:
-    """Number and digest of the prompts of a source or a bucket."""
-
     def __init__(self) -> None:
         self.count = 0
         self._digest = xxhash.xxh3_128()
@@ -117,7 +115,6 @@ def _divided(
 
 
 def _framed(file: BufferedRandom) -> Iterator[bytes]:
-    """Return the messages of a file, each of which its length precedes."""
     while size := file.read(4):
         yield file.read(int.from_bytes(size))
 

@@ -43,7 +43,6 @@ def first_block(source: Path, keys: PromptKeys) -> Iterator[Prompt]:
 
 
 def _pass(source: Path, keys: PromptKeys, position: int) -> Iterator[tuple[int, Prompt]]:
-    """Yield the prompts of a source from `position` to its end, each with the number of its row."""
     row = -1
     for row, prompt in enumerate(streamed_prompts(source, keys, position), start=position):
         yield row, prompt

@@ -8,8 +8,6 @@ from bus.config import Config
 
 
 class _Sampling(Config):
-    """How often a group may be trained on."""
-
     max_reuse: int = Field(1, ge=1)
     """Steps that may train on the same group, within the staleness bound."""
 
@@ -37,8 +35,6 @@ class UniformSampler(_Sampling):
 
 
 class _Preferring(_Sampling):
-    """Base of the strategies that draw some groups more often than others."""
-
     importance_exponent: float = Field(0.5, ge=0, le=1)
     """Exponent of the weight that a drawn group has in the loss, which is proportional to (its chance of
     being in the step)^-exponent: 1 undoes the preference, 0 leaves it as it is."""

@@ -41,8 +41,6 @@ class NoCurriculum(Config):
 
 
 class _Curriculum(Config):
-    """Base of the curricula: how success is measured, and how far shares may move."""
-
     every_groups: int = Field(256, ge=1)
     """Groups with known rewards from one change of the shares to the next."""
 

@@ -119,7 +119,6 @@ class EvaluationConfig(Config):
 
 
 def _refuse_unknown_score(best: str, sets: Sequence[EvaluationSetConfig]) -> None:
-    """Raise `ValueError` for a score that none of the sets has."""
     scores = {HELD_OUT: ALWAYS, **{one.name: one.scores for one in sets}}
     name, _, score = best.partition("/")
     if name not in scores:

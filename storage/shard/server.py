@@ -258,7 +258,6 @@ class Shard:
         return [*_packed(found), Done()]
 
     def _lost(self, lease_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the leases whose groups are damaged or were retired."""
         lost: list[int] = []
         for lease_id in lease_ids:
             try:
@@ -304,7 +303,6 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
 
 
 def _rewards(trained: Sequence[Trajectory]) -> list[NDArray[np.float64]]:
-    """Return the rewards of a group's episodes by agent."""
     by_agent = episode_rewards(trajectory.agent_reward for trajectory in trained).values()
     return [np.array(list(episodes.values())) for episodes in by_agent]
 

@@ -112,7 +112,6 @@ async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) ->
 
 
 async def _remote(bus: Bus, held: HeldShard, replay: ReplayConfig, stop: asyncio.Event) -> Shard:
-    """Return a shard that asks the dispatcher what only the ledger knows."""
     issued = IssuedLeases(bus, held.number, stop)
     await issued.refuse_other_run(held.store)
     return Shard(

@@ -93,7 +93,6 @@ class GroupDatabase:
 
 
 def _connect(path: Path, *, writable: bool) -> sqlite3.Connection | None:
-    """Open the database; return None for a reader while the writer is about to make it."""
     uri = f"{path.absolute().as_uri()}?mode={'rwc' if writable else 'ro'}"
     with ExitStack() as undo:
         sql = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)

@@ -72,7 +72,6 @@ def load_store(directory: Path, entries: Sequence[SegmentEntry]) -> Loaded:
 
 
 def _only_run(directory: Path, entries: Sequence[SegmentEntry], found: Sequence[Summary | None]) -> str:
-    """Return the run that the segments name. Raises `LostDataError` naming two that are not of one run."""
     named = [(one.run, entry.name) for entry, one in zip(entries, found, strict=True) if one and one.run]
     for run, name in named:
         if run != named[0][0]:

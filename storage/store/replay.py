@@ -238,7 +238,6 @@ class ReplayStore:
         return arrived.fresh
 
     def _store(self, fresh: Sequence[Trajectory]) -> list[int]:
-        """Write trajectories as the next segment, and index them; return the groups that are full now."""
         keys = [(t.lease_id, t.sample) for t in fresh]
         due = [key for key, t in zip(keys, fresh, strict=True) if t.reward_due]
         self._held.groups.rewards.expect(due, stored=keys)

@@ -99,7 +99,6 @@ def write_retired(
 
 
 def _settled_pieces(directory: Path, entry: SegmentEntry, settled: Settled) -> list[RetiredSegment]:
-    """Return the pieces of a retired entry of which all is settled; none of any other entry."""
     if not entry.retired:
         return []
     columns, pieces = load_retired(directory / entry.name, entry.first, entry.last)

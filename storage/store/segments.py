@@ -205,14 +205,12 @@ _pack: Callable[[list[Any]], bytes] = msgpack.packb
 
 
 def _without_images(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory without the bytes of its images, which lie in arrays of their own."""
     if not trajectory.images:
         return trajectory
     return replace(trajectory, images=tuple(image._replace(data=b"") for image in trajectory.images))
 
 
 def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int:
-    """Return the checksum of a trajectory's record and its token arrays, in the order of `TOKEN_ARRAYS`."""
     digest = xxhash.xxh3_64_intdigest(record)
     for array in arrays:
         digest = xxhash.xxh3_64_intdigest(array, digest)  # type: ignore[arg-type]  # it is a buffer
@@ -298,14 +296,12 @@ def _summarise(attributes: dict[str, Any], size_bytes: int) -> Summary:
 
 
 def _group(entries: Mapping[str, memoryview], summary: Summary) -> "zarr.Group | None":
-    """Return the group of a compressed segment; None for a mapped one."""
     return open_compressed(entries) if summary.compressed else None
 
 
 def _array(
     entries: Mapping[str, memoryview], group: "zarr.Group | None", name: str
 ) -> NDArray[Any] | CompressedArray:
-    """Return a view of a mapped chunk, flat, or the reader of a compressed array."""
     if group is None:
         return np.frombuffer(entries[_chunk(name)], _DTYPES[name])
     return CompressedArray(group[name])
@@ -316,7 +312,6 @@ def _decoded(array: NDArray[Any] | CompressedArray) -> NDArray[Any]:
 
 
 def _rows(path: Path, rows: NDArray[Any] | CompressedArray, summary: Summary) -> NDArray[np.int64]:
-    """Return the array `rows` after a row of zeros, where the first trajectory begins."""
     content = _decoded(rows).tobytes()
     if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
         raise LostDataError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")

@@ -23,8 +23,6 @@ _LARGE_HEADER_BYTES = 20
 
 
 class _Parts(list[bytes | memoryview]):
-    """A file to write to that only remembers what was written."""
-
     def write(self, part: bytes | memoryview) -> int:
         self.append(part)
         return len(part)

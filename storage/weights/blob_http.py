@@ -215,7 +215,6 @@ class BlobServer:
             )  # it begins: a task that is cancelled before would not close the connection
 
     async def _begin(self, connection: socket.socket) -> None:
-        """Hand a connection to the server, over TLS where it has a guard."""
         assert self._runner is not None
         assert self._runner.server is not None
         tls: dict[str, Any] = {}
@@ -269,7 +268,6 @@ class BlobServer:
 async def _send(
     request: web.Request, found: Served, counted: Callable[[int], Awaitable[None]], at_once: int
 ) -> web.StreamResponse:
-    """Send the range that is asked for, or all, as long as the reader takes it."""
     size = found.size_bytes
     try:
         begin, end, _ = request.http_range.indices(size)
@@ -457,7 +455,6 @@ def most_connections() -> int:
 
 
 def _access_subject(bus: Bus, origin: str) -> str:
-    """Return the subject on which the server at `origin` says what it asks of its readers."""
     return bus.subject("access", xxhash.xxh3_64_hexdigest(origin.encode()))
 
 

@@ -158,7 +158,6 @@ def _planes(words: Words) -> NDArray[np.uint8]:
 
 
 def _from_planes(planes: NDArray[np.uint8], count: int, word: type[np.unsignedinteger]) -> Words:
-    """Return `count` words from their planes, with which `planes` begins."""
     words = planes[:count].astype(word)
     for byte in range(1, words.itemsize):
         words |= planes[byte * count : (byte + 1) * count].astype(word) << word(8 * byte)

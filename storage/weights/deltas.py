@@ -214,8 +214,6 @@ def changed_positions(old: Words, new: Words, *, at_most: int) -> Positions | No
 
 
 class _Encoded(NamedTuple):
-    """One part of a tensor."""
-
     digest: bytes
     change: PartChange | None
     """Its change; `None` if there is none."""
@@ -269,8 +267,6 @@ def _fits(old: HostTensor | None, change: TensorChange) -> bool:
 
 
 class _Begun(NamedTuple):
-    """A tensor that is being made."""
-
     name: str
     old: HostTensor
     """The tensor before; for a new tensor, the memory of the result."""
@@ -299,8 +295,6 @@ def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], li
 
 
 class _Applied(NamedTuple):
-    """One part of a tensor that was made."""
-
     digest: bytes
     moved: Moved | None
     """Its changes; `None` if the part came whole."""
@@ -319,7 +313,6 @@ def _applied(item: tuple[_Begun, int]) -> _Applied:
 def _written(
     found: tuple[PartChange, memoryview] | None, number: int, old: Words, new: Words
 ) -> Moved | None:
-    """Write a part into `new`; return its changes, or `None` if it came whole."""
     start = number * part_words(new.itemsize)
     if found is None:
         new[:] = old
@@ -343,7 +336,6 @@ def _positions(gaps: Words) -> Positions:
 
 
 def _finished(note: Note | None, item: tuple[_Begun, Sequence[_Applied]]) -> HostTensor:
-    """Return a tensor all of whose parts are there. Raises `StorageError` when its digest is wrong."""
     tensor, parts = item
     if whole_digest([part.digest for part in parts]) != tensor.digest:
         raise StorageError(f"{tensor.name} has not the digest {tensor.digest.hex()}: the delta is damaged")

@@ -74,8 +74,6 @@ def take_parts(directory: Path, ref: BlobRef, header: bytes, data: memoryview) -
 
 
 class _Source:
-    """Files of a directory, and which of their tensors belong where in published weights."""
-
     def __init__(self, directory: Path, header: bytes, opened: ExitStack) -> None:
         self._header = header
         here: dict[str, tuple[int, Tensor]] = {}
@@ -90,7 +88,6 @@ class _Source:
         """Whether any tensor has the same name, dtype and size."""
 
     def fill(self, ref: BlobRef, part: int, data: memoryview) -> bool:
-        """Fill in a part, and tell whether it has its digest then."""
         begin, end = part_range(ref, part)
         if begin < len(self._header):
             upto = min(end, len(self._header))

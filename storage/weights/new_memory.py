@@ -22,7 +22,6 @@ class _Memory(mmap.mmap):
     """While others read all of it: pages that nothing else refers to any more, by their start and size."""
 
     def free(self, start: int, size: int) -> None:
-        """Return pages to the system, when nobody reads them any more."""
         if self.lent is None:
             self.madvise(mmap.MADV_DONTNEED, start, size)
         else:

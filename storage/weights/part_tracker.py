@@ -44,8 +44,6 @@ LACKED, HAD, FETCHED = range(3)
 
 @dataclass(slots=True)
 class _Host:
-    """What is known of a host about one blob."""
-
     url: str
     access: BlobAccess | None
     place: str
@@ -137,7 +135,6 @@ class PartTracker:
         return accusers < ACCUSERS and host.avoids.get(url, now) <= now
 
     def _forget(self, now: float) -> None:
-        """Forget hosts that serve no longer, and blobs that nobody has."""
         for blob, hosts in list(self._hosts.items()):
             for name in [name for name, one in hosts.items() if now - one.heard_s > SERVED_S]:
                 del hosts[name]

@@ -173,7 +173,6 @@ def with_scales(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
 
 
 def _parted(name: str) -> tuple[str, str | None]:
-    """Return the weight that a tensor belongs to, and what its name has behind; None of other tensors."""
     before, found, end = name.rpartition(_WEIGHT)
     return before + _WEIGHT, end if found and end in ("", *_ENDS) else None
 

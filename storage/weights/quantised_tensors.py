@@ -35,8 +35,6 @@ def _band(tensor: HostTensor, start: int) -> Floats:
 
 
 class _Fp8Job:
-    """A weight that is being quantised to fp8."""
-
     def __init__(self, name: str, tensor: HostTensor, found: Fp8Format) -> None:
         self.name, self.tensor, self.format = name, tensor, found
         rows, self.width = tensor.shape
@@ -49,7 +47,6 @@ class _Fp8Job:
         return largest_magnitudes(_band(self.tensor, start), BLOCK)
 
     def set_scales(self, largest: list[Floats]) -> None:
-        """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
         magnitudes = np.stack(largest)
         _refuse_infinite(self.name, magnitudes, BLOCKS)
         if not self.format.by_block:
@@ -61,15 +58,12 @@ class _Fp8Job:
         self.codes[start : start + BLOCK] = encoded(_band(self.tensor, start), scales, BLOCK)
 
     def words(self) -> dict[str, Words]:
-        """Return codes and scales by what their names have after that of the weight."""
         scales = self.scales if self.format.by_block else self.scales[:1, :1]
         flat = np.ascontiguousarray(scales).reshape(-1).view(np.uint32)
         return {"": self.codes.reshape(-1), self.format.suffix: flat}
 
 
 class _Int4Job:
-    """A weight that is being quantised to int4."""
-
     def __init__(self, name: str, tensor: HostTensor) -> None:
         self.name, self.tensor = name, tensor
         rows, self.width = tensor.shape
@@ -79,11 +73,9 @@ class _Int4Job:
         """[rows, groups], words of the weight's dtype."""
 
     def largest(self, start: int) -> Floats:
-        """Return the largest magnitudes of the groups in some rows."""
         return largest_of_groups(_band(self.tensor, start))
 
     def set_scales(self, largest: list[Floats]) -> None:
-        """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
         magnitudes = np.concatenate(largest)
         _refuse_infinite(self.name, magnitudes, Blocks(1, GROUP))
         self.scales = group_scales(magnitudes, self.tensor.dtype)
@@ -93,14 +85,11 @@ class _Int4Job:
         self.packed[rows] = packed(_band(self.tensor, start), widened(self.scales[rows], self.tensor.dtype))
 
     def words(self) -> dict[str, Words]:
-        """Return codes, scales and the shape by what their names have after that of the weight."""
         shape = np.array(self.tensor.shape, np.int64).view(np.uint64)
         return {PACKED: self.packed.reshape(-1), TENSOR_SCALE: self.scales.reshape(-1), SHAPE: shape}
 
 
 class _ChannelJob:
-    """A weight that is being quantised to fp8 with a scale for each row."""
-
     def __init__(self, name: str, tensor: HostTensor) -> None:
         self.name, self.tensor = name, tensor
         rows, self.width = tensor.shape
@@ -114,7 +103,6 @@ class _ChannelJob:
         return found
 
     def set_scales(self, largest: list[Floats]) -> None:
-        """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
         magnitudes = np.concatenate(largest)
         _refuse_infinite(self.name, magnitudes, Blocks(1, self.width))
         self.scales = scales_of(magnitudes, powers_of_two=False)
@@ -124,7 +112,6 @@ class _ChannelJob:
         self.codes[rows] = codes_of(_band(self.tensor, start) / self.scales[rows])
 
     def words(self) -> dict[str, Words]:
-        """Return codes and scales by what their names have after that of the weight."""
         return {"": self.codes.reshape(-1), TENSOR_SCALE: self.scales.reshape(-1).view(np.uint32)}
 
 
@@ -162,7 +149,6 @@ def _tasks(jobs: Iterable[_Job], size: int) -> Iterator[list[tuple[_Job, int]]]:
 
 
 def _encode(task: Iterable[tuple[_Job, int]]) -> None:
-    """Write the codes of a task."""
     for job, start in task:
         job.encode(start)
 

@@ -247,7 +247,6 @@ class _Fetch:
         self._running[task] = source
 
     async def _some_end(self) -> None:
-        """Wait a moment for parts that are fetched. Raises the error of the learner's server if it fails."""
         if not self._running:
             await asyncio.sleep(POLL_S)
             return

@@ -219,7 +219,6 @@ def _peers(group: Sequence[Trajectory], within_episode: frozenset[str]) -> PeerK
 
 
 def _attempt(trajectory: Trajectory, by_id: Mapping[str, Trajectory]) -> str:
-    """Return the name of the trajectory of the same agent that this one was forked from first."""
     seen: set[str] = set()
     while trajectory.parent is not None and trajectory.trajectory_id not in seen:
         seen.add(trajectory.trajectory_id)  # a ring of parents cannot be, but would hang the learner

@@ -59,5 +59,4 @@ def _name(trajectory: Trajectory, metadata_key: str | None) -> str:
 
 
 def _escaped(part: str) -> str:
-    """Return a part of a name without the slash that joins parts."""
     return part.replace("%", "%25").replace("/", "%2F")

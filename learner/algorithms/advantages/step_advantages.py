@@ -142,7 +142,6 @@ def with_value_targets(groups: Groups, samples: Sequence[Sample], learner: Learn
 def _shaped(
     groups: Groups, samples: Sequence[Sample], learner: LearnerConfig
 ) -> tuple[Groups, TokenPenalties | None]:
-    """Return the groups with the rewards that count, and the penalties of tokens that these do not have."""
     shaped = with_overlong_penalties(groups, learner.overlong)
     penalties = reference_penalties(shaped, samples, learner.reference)
     if penalties is not None and not takes_token_penalties(learner.advantage):

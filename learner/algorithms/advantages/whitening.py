@@ -57,7 +57,6 @@ Pairs = Sequence[tuple[Trajectory, np.ndarray]]
 def _moments(
     pairs: Pairs, sums: SumsOverRanks, over: Literal["tokens", "trajectories"]
 ) -> dict[str, tuple[float, float]]:
-    """Return mean and variance of each policy's advantages; the mean first, so that large ones cancel."""
     first = sums(_rows(pairs, over, {}))
     means = {policy: float(total / count) for policy, (count, total, _) in first.items()}
     second = sums(_rows(pairs, over, means))
@@ -68,7 +67,6 @@ def _moments(
 
 
 def _rows(pairs: Pairs, over: Literal["tokens", "trajectories"], means: dict[str, float]) -> Rows:
-    """Return count, sum and sum of squares of each trajectory's advantages less the mean, by policy."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for trajectory, advantage in pairs:
         mask = trained_tokens(trajectory)

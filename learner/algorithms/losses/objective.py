@@ -201,14 +201,12 @@ def _assumed(objective: Objective, tokens: LossTokens) -> Tensor:
 def _correction(
     objective: Objective, tokens: LossTokens, log_ratio: Tensor
 ) -> tuple[Tensor, Tensor, LoggedSums]:
-    """Weigh tokens by the policy that the loss takes them to come from over the one that sampled them."""
     if objective.correction.by_sequence:
         return over_whole_sequences(objective.correction_function, tokens, log_ratio)
     return objective.correction_function(log_ratio, tokens.sequence)
 
 
 def _kept_by(rejection: Rejection, objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
-    """Return which tokens a rejection keeps, bool [N]."""
     if rejection.picks is not None:
         return tokens.streams[rejection.picks.stream] == 0
     function = objective.rejection_functions[rejection]

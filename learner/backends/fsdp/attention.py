@@ -104,7 +104,6 @@ AttentionInterface.register(PACKED, packed_attention)
 def _of_any_lengths(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
-    """Attend with the kernel for any lengths, which wants values as wide as keys; DeepSeek's are narrower."""
     width = value.shape[-1]
     query, key, value = of_one_width(query, key, value)
     attended = causal_varlen_attention(

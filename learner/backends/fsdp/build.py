@@ -42,7 +42,6 @@ def begin_anew(model: PreTrainedModel) -> None:
 def _mixed(
     mix: Callable[..., Tensor], hidden_states: Tensor, *, packed: PackedSequences | None = None, **others: Any
 ) -> Tensor:
-    """Do what the layer does, [1, T, hidden] to the same, within each sequence of a pack if there is one."""
     if packed is None:
         return mix(hidden_states, **others)
     mixing = partial(mix, **others)

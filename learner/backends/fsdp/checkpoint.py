@@ -47,15 +47,12 @@ def like(parameter: Tensor, mine: Tensor) -> Tensor:
 
 
 class _CopiesPlanner(DefaultSavePlanner):
-    """Plans by the entries, and writes copies of what this rank has of them."""
-
     def __init__(self, names: Iterable[str], copies: StateCopies) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._numbers = {name: number for number, name in enumerate(names)}
         self._copies = copies
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return this rank's part of an entry."""
         return self._copies.take(self._numbers[write_item.index.fqn])
 
 

@@ -47,7 +47,6 @@ def expert_stacks(hf_model: PreTrainedModel, names: FileNames) -> Iterator[Exper
 
 
 def _is_plain(module: Any) -> bool:
-    """Tell whether a module is experts as most families of transformers have them."""
     return (
         getattr(module, "has_gate", False)
         and module.is_concatenated
@@ -102,7 +101,6 @@ def _adapted(
     experts: Any, projections: Mapping[str, Sequence[str]], scale: float, counts: Tensor,
     tensor: str, inputs: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return what one of the tensors makes of the tokens of all experts, with its adapters."""
     outputs = grouped_linear(inputs, getattr(experts, tensor), counts)
     pairs = [getattr(experts, pairs_name(each), None) for each in projections[tensor]]
     if not any(pairs):

@@ -150,7 +150,6 @@ def _norm_probe(module: torch.nn.Module, *, arguments: int) -> Any:
 
 
 def _gated_mlp(module: Any) -> str | None:
-    """Return the activation of an MLP that is down(activation(gate) * up); None for other modules."""
     if not all(isinstance(getattr(module, each, None), torch.nn.Linear) for each in MLP):
         return None
     if not hasattr(module, "act_fn") or _arguments(module) != 1:

@@ -300,6 +300,5 @@ def free_bytes() -> float:
 
 
 def _layers(hf_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the blocks that transformers never divides, which are the layers."""
     kinds = hf_model._no_split_modules or ()
     return [module for module in hf_model.modules() if type(module).__name__ in kinds]

@@ -86,12 +86,10 @@ def _refuse_other_routers(
 
 
 def _without_images(sample: Sample, reader: ImageReader) -> Sample:
-    """Return the sample without the token by which transformers itself finds images."""
     return replace(sample, token_ids=np.where(sample.token_ids == reader.token_ids[1], 0, sample.token_ids))
 
 
 def _showing(sample: Sample, reader: ImageReader, draw: np.random.Generator) -> Sample:
-    """Return the sample with an image of noise after its first tokens."""
     file = BytesIO()
     Image.fromarray(draw.integers(0, 256, (*IMAGE, 3), np.uint8)).save(file, "PNG")
     image = reader.read(file.getvalue()).moved(BEFORE_IMAGE)

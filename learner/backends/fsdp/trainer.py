@@ -249,7 +249,6 @@ class FsdpTrainer:
 
     @property
     def _changing(self) -> dict[str, Tensor]:
-        """Return what makes the policy another: all weights and buffers, or the adapters."""
         return self._tensors if self._adapters is None else self._adapters.tensors
 
     @property
@@ -337,7 +336,6 @@ class FsdpTrainer:
 
     @property
     def _float32_buffers(self) -> dict[str, torch.dtype]:
-        """Return the dtype of those buffers by their names in files, which FSDP rounds to no other."""
         buffers = [name for name, each in self._tensors.items() if not isinstance(each, torch.nn.Parameter)]
         exact = [name for name in buffers if self._tensors[name].dtype == torch.float32]
         return {file: torch.float32 for name in exact for file in self._names.tensors[name].files}
@@ -410,7 +408,6 @@ class FsdpTrainer:
         self.optimizer.restore_steps(self.counts.updates_done)
 
     def _entries(self, policies: Mapping[str, Weights]) -> dict[str, Tensor]:
-        """Return the state, with these frozen policies, by its names in the files of a checkpoint."""
         changing = self._changing
         entries = {f"{checkpoint.MODEL}{name}": tensor.detach() for name, tensor in changing.items()}
         for name, (parameter, mine) in self.optimizer.moments().items():

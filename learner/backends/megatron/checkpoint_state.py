@@ -313,7 +313,6 @@ def _sharded_model(
 
 
 def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights of a frozen policy, cut and named as the model's own behind its tag."""
     prefix = f"{tag}."
     pieces = zip(_chunks(trainer).items(), trainer.frozen.weights(tag), strict=True)
     return {
@@ -331,14 +330,12 @@ def _has_adapters(model: "Trainer | MegatronCritic | TrainedHead") -> bool:
 
 
 def _chunks(model: "Trainer | MegatronCritic | TrainedHead") -> dict[str, MegatronModule]:
-    """Return the pieces of the model by the names that megatron-core's optimizer expects."""
     if len(model.chunks) == 1:
         return {"model": model.chunks[0]}
     return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
 
 
 def _sharded_rng_state() -> ShardedObject:
-    """Return the states of this rank's random generators, one of as many as there are ranks."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

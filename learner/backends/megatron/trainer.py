@@ -136,14 +136,12 @@ class Trainer:
             )  # fmt: skip
 
     def _adapters(self, lora: LoraConfig, state: State) -> ChunkAdapters:
-        """Add adapters, and freeze all else. Raises `ConfigError` where a rank has none."""
         adapters = ChunkAdapters(self.chunks, self.hf_config, lora, state)
         chosen = f"learner.lora.targets={list(lora.targets)}"
         refuse_idle_ranks(self.chunks, chosen, "name targets that every stage has")
         return adapters
 
     def _freeze(self, frozen: Set[str], trainable: TrainableWeights) -> None:
-        """Freeze weights by their names in megatron-core. Raises `ConfigError` where a rank has no others."""
         freeze_others(self.chunks, self.hf_config, frozen)
         chosen = f"model.freeze={list(trainable.freeze)} and model.train_only={list(trainable.train_only)}"
         refuse_idle_ranks(self.chunks, chosen, "train some weights of every stage")

@@ -65,7 +65,6 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, scale: Tensor, chosen: KeptColumns, group: dist.ProcessGroup | None
     ) -> Tensor:
-        """Compute in float32; keep the logits for the backward pass."""
         column, here = columns_here(chosen, logits.shape[-1])
         values = torch.where(here, logits.gather(-1, column).float() * scale[:, None], 0.0)
         if group is not None and group.size() > 1:
@@ -159,7 +158,6 @@ def _of_all_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _without(logits: Tensor, column: Tensor, here: Tensor) -> Tensor:
-    """Return a copy of the logits in which the columns that are here do not count."""
     # added up, since the entries that are elsewhere all name column 0
     times = torch.zeros_like(logits, dtype=torch.uint8).scatter_add_(-1, column, here.to(torch.uint8))
     return logits.masked_fill(times > 0, LEFT_OUT)

@@ -116,7 +116,6 @@ class _OutputLayerLoss(torch.autograd.Function):
         chunk_size: int,
         cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Go through the chunks, gradients included."""
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -150,7 +149,6 @@ class _OutputLayerLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what the forward pass found."""
         of_hidden, of_weight = ctx.saved_tensors
         return (
             None if of_hidden is None else of_hidden.mul_(grad),
@@ -167,7 +165,6 @@ def capped(logits: Tensor, cap: float) -> Tensor:
 def _loss_and_slopes(
     token_loss: TokenLoss, found: RowStatistics, rows: slice
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Return a chunk's loss and its slopes in the log-probabilities and the entropies; `None` is no slope."""
     with torch.enable_grad():
         leaves = found.logprobs.detach().requires_grad_(), found.entropy.detach().requires_grad_()
         loss = token_loss(*leaves, rows)
@@ -235,7 +232,6 @@ class _LabelLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, scale: Tensor, kept: KeptColumns | None,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute in float32; keep the logits for the backward pass."""
         column, here = local_columns(labels, logits.shape[-1])
         found = _statistics(logits, column, here, scale, kept, group)
         ctx.save_for_backward(logits, column, here, scale, *found, *(kept or (None, None)))
@@ -248,7 +244,6 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Leave the logits as they are, though on CUDA the gradient is written over what it is made from."""
         logits, column, here, scale, *found, columns, inside = ctx.saved_tensors
         kept = None if columns is None else KeptColumns(columns, inside)
         if logits.is_cuda:

@@ -124,7 +124,6 @@ class RoundedWeights:
         return largest_magnitudes(self._source(part), part.row, part.column, self._blocks(part))
 
     def _source(self, part: WeightPart) -> Tensor:
-        """Return what is quantised of a part, as float32."""
         values = part.values.to(device(), self._dtype).reshape(part.sizes)
         return values.to(self._rounding.published).float()
 

@@ -60,7 +60,6 @@ def targeted(config: LoraConfig, modules: Sequence[str], experts: Sequence[str] 
 
 
 def _ends_with(module: str, target: str) -> bool:
-    """Tell as peft does whether a target names a module."""
     return module == target or module.endswith(f".{target}")
 
 

@@ -130,7 +130,6 @@ def _place(piece: Piece) -> tuple[int, int]:
 def _move(
     jobs: Sequence[_Job], mine: Mapping[str, Tensor], owned: Mapping[str, Sequence[Tensor]], *, to_owner: bool
 ) -> None:
-    """Copy the pieces of a round to the owners of their tensors, or from there."""
     here = dist.get_rank()
     operations = []
     for owner, pieces in jobs:

@@ -30,8 +30,6 @@ class StepTimes:
 
 
 class _Mark:
-    """A moment: of the device's queue where there is a GPU, else of the clock."""
-
     def __init__(self) -> None:
         self._time_s = time.monotonic()
         self._event: torch.cuda.Event | None = None

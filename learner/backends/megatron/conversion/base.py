@@ -406,7 +406,6 @@ class Family:
         yield from self._mlp(layer, experts if experts is not None and experts.sparse_layers[layer] else None)
 
     def _mlp(self, layer: int, experts: Experts | None) -> Iterator[Rule]:
-        """Yield the rules of a layer's MLP, which is dense without `experts`."""
         if experts is None:
             yield from (_written_out(rule, layer) for rule in self.dense_rules)
             return

@@ -81,6 +81,5 @@ def halves_together(heads: Tensor, dimension: int, pieces: int) -> Tensor:
 
 
 def _cut(values: Tensor, dimension: int, *sizes: int) -> Tensor:
-    """View a dimension as several of these sizes, and one more of what is left."""
     before, after = values.shape[:dimension], values.shape[dimension + 1 :]
     return values.view(*before, *sizes, values.shape[dimension] // math.prod(sizes), *after)

@@ -89,7 +89,6 @@ def _separate_rows(sizes: DeltaSizes) -> list[list[int]]:
 
 
 def _delta_rules(parts: Sequence[str], sections: Sections) -> tuple[Rule, ...]:
-    """Make the rules of a layer that is a delta net from the names of its first projections."""
     projections = [f"linear_attn.{part}.weight" for part in parts]
     return (
         INPUT_NORM,

@@ -103,8 +103,6 @@ def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist
 
 
 class _WeightGradients:
-    """Replaces Apex's extension of that name."""
-
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
         multi_tensor.add_product(total, grad.t(), inputs)

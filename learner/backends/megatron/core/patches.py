@@ -128,7 +128,6 @@ def _little_loaded() -> Iterator[None]:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """Yield the functions and methods that `module` defines, stripped of their decorators."""
     members = [m for m in vars(module).values() if getattr(m, "__module__", None) == module.__name__]
     methods = [method for m in members if isinstance(m, type) for method in vars(m).values()]
     for member in [*members, *methods]:
@@ -138,7 +137,6 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def _adapt(function: FunctionType) -> bool:
-    """Replace the code of one function; return whether it named CUDA."""
     if "is_available" in function.__code__.co_names:  # this function asks itself whether there is CUDA
         return False
     adapted = _without_cuda(function.__code__)

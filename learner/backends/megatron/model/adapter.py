@@ -222,7 +222,6 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         }
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        """Return A x of all tokens that the layer's outputs here are of, over all inputs."""
         group, sequence = self._group, self.config.sequence_parallel
         if self._layer.of_expert:
             return low

@@ -74,7 +74,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         return [getattr(each, name + ADAPTER, None) for each in self.local_experts]
 
     def _gated(self, hidden: Tensor) -> Tensor:
-        """Return what an expert makes of its gate and up projection, as megatron-core's MLP does."""
         gate, up = hidden.chunk(2, dim=-1)
         if (limit := self.config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
@@ -96,7 +95,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
 
 
 def _fit(adapters: Sequence[Adapter | None]) -> bool:
-    """Tell whether experts have adapters of the same layers, without lengths of rows, or have none."""
     kinds = [None if each is None else each.ranks for each in adapters]
     return all(one == other for one, other in pairwise(kinds)) and (
         kinds[0] is None or not any(rank is None or rank % MULTIPLE for rank in kinds[0].values())
@@ -139,7 +137,6 @@ def grouped(tokens: Tensor, ends: Tensor, weights: Tensor | Sequence[Tensor]) ->
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Multiply with the weights of all groups, or with a copy that is given back."""
         ctx.save_for_backward(tokens, ends, *weights)
         return F.grouped_mm(tokens, _of_all(weights).transpose(1, 2), offs=ends)
 
@@ -171,7 +168,6 @@ def by_group(vectors: Sequence[Tensor], ends: Tensor, tokens: int) -> Tensor:
 class _ByGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ends: Tensor, tokens: int, *vectors: Tensor) -> Tensor:
-        """Repeat each vector for the tokens of its group."""
         ctx.save_for_backward(ends)
         return torch.stack(vectors).repeat_interleave(_counts(ends), dim=0, output_size=tokens)
 

@@ -41,7 +41,6 @@ class OutputNormedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-cor
         self.mlp_output_norm = self._norming(self.mlp)
 
     def _norming(self, module: torch.nn.Module) -> RMSNorm:
-        """Make a norm that the output of a module passes through, and return it: it is the layer's own."""
         norm = RMSNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
 
         def normed(
@@ -110,7 +109,6 @@ def _layer_spec(config: TransformerConfig, family: Family, shape: Shape, *, spar
 def _let_attend(
     spec: Any, config: TransformerConfig, family: Family, shape: Shape, *, window: int | None, rope: int
 ) -> None:
-    """Change megatron-core's specification of attention to that of packed sequences."""
     spec.module = PackedSelfAttention
     spec.params["rope"] = rope
     if shape.latent is not None:

@@ -72,7 +72,6 @@ def _linear_layers(hf_config: PretrainedConfig, config: LoraConfig) -> tuple[lis
 
 
 def _adapter_rules(adapted: Iterable[Rule], targets: Container[str], config: LoraConfig) -> Iterator[Rule]:
-    """Yield one rule for each parameter of adapters, by which they leave the model like weights."""
     for rule in adapted:
         for module in _modules(rule):
             if module not in targets:

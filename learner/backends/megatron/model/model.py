@@ -129,7 +129,6 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype).item()
 
     def _given_experts(self, batch: MicroBatch) -> Tensor | None:
-        """Return the experts of the tokens that this rank's routers see."""
         if batch.experts is None:
             return None
         refuse_other_experts(

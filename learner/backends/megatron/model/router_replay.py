@@ -121,7 +121,6 @@ def _add_up(values: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _places(batch: MicroBatch, share: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return which tokens of the micro-batch this rank computes, and where each lies among those."""
     if share.tree is not None:
         tokens = (share.tree.computed >= 0).nonzero()[:, 0]
         return tokens, share.tree.computed[tokens]

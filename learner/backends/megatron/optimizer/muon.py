@@ -75,8 +75,6 @@ class CutMatrices:
 
 
 class _Found(NamedTuple):
-    """A parameter that is made of matrices."""
-
     name: str
     """Its name in the whole model."""
     stored: CutMatrices

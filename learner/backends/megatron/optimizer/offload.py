@@ -43,8 +43,6 @@ _Updated = tuple[Tensor, dict[str, Any], Tensor, Tensor, Tensor]
 
 
 class _Shard(NamedTuple):
-    """This rank's part of a parameter."""
-
     main: Tensor
     """float32 [n], the main weights, which the optimizer updates."""
     gradient: Tensor
@@ -88,7 +86,6 @@ class OffloadedAdamW(AdamW):
                 self._hand_on(parameter, state[0])
 
     def _receive(self, bucket: _Bucket) -> torch.cuda.Event | None:
-        """Begin to copy the gradients; the returned event is set when they have arrived."""
         for parameter, _ in bucket:
             self.received[parameter].copy_(self.gradients[parameter], non_blocking=True)
         if not self.gradients[bucket[0][0]].is_cuda:
@@ -98,7 +95,6 @@ class OffloadedAdamW(AdamW):
         return event
 
     def _in_memory(self, buckets: Sequence[_Bucket]) -> Iterator[list[_Updated]]:
-        """Yield each bucket's parameters with weights and moments, which may be written until the next."""
         for bucket in buckets:
             yield [(p, group, p, *(self.state[p][name] for name in MOMENTS)) for p, group in bucket]
 
@@ -127,7 +123,6 @@ class FiledAdamW(OffloadedAdamW):
     """Where the weights of each parameter begin in the file; its moments follow, one after the other."""
 
     def _in_memory(self, buckets: Sequence[_Bucket]) -> Iterator[list[_Updated]]:
-        """Yield each bucket in memory, with the next one and the last one on their ways."""
         sizes = [len(MAIN_AND_MOMENTS) * sum(p.numel() for p, _ in bucket) for bucket in buckets]
         starts = [self.places[bucket[0][0]] for bucket in buckets]
         # each as large as its own buckets want: one tensor is often larger than all other buckets together

@@ -344,7 +344,6 @@ def _problems(
     slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str],
     places: Places,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield what does not fit; `wanted` are the names in `state` of what the family trains."""
     expected_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if rule.megatron in slices:

@@ -172,7 +172,6 @@ class _Members(LazyWeights):
         return place.read(self._state)
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype without reading the tensor, where the state can."""
         place = self._places.get(name)
         if place is None:
             return spec_of(self._state, name)

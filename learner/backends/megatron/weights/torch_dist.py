@@ -157,7 +157,6 @@ def model_in(directory: Path, hf_config: PretrainedConfig) -> LazyWeights:
 
 
 def _paste(whole: Tensor, chunk: Tensor, start: int, offsets: Sequence[int]) -> None:
-    """Copy a chunk to where it begins in `whole`, along the first dimension and the others; cut the rest."""
     skipped = max(0, -start)
     chunk = chunk[skipped : skipped + whole.shape[0] - max(0, start)]
     target = whole.narrow(0, max(0, start), chunk.shape[0])

@@ -191,7 +191,6 @@ def _attend_by_length(
 
 
 def _runs(lengths: Sequence[int], ranks: int, rank: int) -> "list[_Run]":
-    """Return two runs of each sequence, in the order in which this rank holds their queries."""
     runs, first_query = [], 0
     for length, places in zip(lengths, gathered_places(lengths, ranks), strict=True):
         chunk = length // (2 * ranks)

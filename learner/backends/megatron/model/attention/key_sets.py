@@ -171,7 +171,6 @@ def _differentiate_on_cpu(  # noqa: PLR0913 - those of torch's kernels
 
 
 def _seen(sets: KeySets, window: int | None, like: Tensor) -> list[tuple[bool, Tensor | None]]:
-    """Return for each run whether its kernel needs no more than a causal mask, and what it adds to scores."""
     return [
         _seen_in_run(n, m, window, like) if sets.causal else (False, None)
         for n, m in zip(sets.query_sizes, sets.key_sizes, strict=True)

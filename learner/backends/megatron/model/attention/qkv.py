@@ -51,7 +51,6 @@ class _SplitHeads(torch.autograd.Function):
         sin: Tensor,
         settings: HeadSettings,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep nothing but the input."""
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin)
         ctx.settings = settings
         heads = heads_by_group(mixed, settings)
@@ -61,7 +60,6 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Write the gradients of all three into one tensor."""
         mixed, query_weight, key_weight, cos, sin = ctx.saved_tensors
         heads = heads_by_group(mixed, ctx.settings)
         backward = kernels.join_heads if mixed.is_cuda else _join

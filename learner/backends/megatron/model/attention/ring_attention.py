@@ -51,7 +51,6 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[RingStep],
         group: dist.ProcessGroup, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Add what is found in one block after another to what was found before."""
         dtype = _dtype_of_sums(query)
         output = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=dtype)
         log_total = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
@@ -110,13 +109,11 @@ def _passing(
 def _returned(
     step: RingStep, parts: Sequence[Tensor], key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> "_Exchange":
-    """Send the gradients of a step's keys and values back, and receive those of what was sent in it."""
     arriving = [x.new_empty(step.leaving, *x.shape[1:]) for x in (key, value)]
     return _Exchange(parts, step.source, arriving, step.target, group)
 
 
 def _add_returned(returning: "list[tuple[RingStep, _Exchange]]", of_own: Sequence[Tensor]) -> None:
-    """Wait for gradients that are on their way, and add them to those of this rank's keys and values."""
     while returning:
         step, exchange = returning.pop()
         for total, part in zip(of_own, exchange.arrived(), strict=True):

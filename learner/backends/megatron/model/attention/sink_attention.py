@@ -42,7 +42,6 @@ class _SinkAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, sets: KeySets, scale: float,
         window: int | None,
     ) -> Tensor:  # fmt: skip
-        """Attend without sinks, and scale by what is left beside them."""
         output, log_sum = attend(query, key, value, sets, scale, window)
         log_total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
         output = (output * (log_sum - log_total).exp()[..., None]).to(query.dtype)

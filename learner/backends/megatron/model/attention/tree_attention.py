@@ -151,7 +151,6 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
     ) -> Tensor:
-        """Attend to one set of keys after another; keep the outputs in float32 until all are in."""
         own_key, own_value = _own(layout, key, value)
         output, log_total = attend(query, own_key, own_value, layout.own, scale)
         if layout.above:
@@ -171,7 +170,6 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Add up the gradients through each set of keys."""
         query, key, value, output, log_total = ctx.saved_tensors
         layout: TreeLayout = ctx.layout
         grad = grad.contiguous()
@@ -196,7 +194,6 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _own(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Pick the keys and values of this rank's tokens, which are all of them where `own_keys` is None."""
     own = layout.own_keys
     return (key, value) if own is None else (key[own], value[own])
 
