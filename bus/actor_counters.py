@@ -77,7 +77,6 @@ class SampledCounts(NamedTuple):
         return cls(int(trajectories), int(tokens), int(rewarded), reward_sum)
 
     def plus(self, other: "SampledCounts") -> "SampledCounts":
-        """Return the sums of both."""
         return SampledCounts(
             self.trajectories + other.trajectories,
             self.tokens + other.tokens,

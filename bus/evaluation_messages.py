@@ -40,7 +40,6 @@ class EvaluationTask(Message, tag="evaluation_task"):
         return max(1, self.kept_answers // (self.samples + 1)) if self.kept_answers else 0
 
     def check(self) -> None:
-        """Refuse numbers k that so many samples cannot estimate, and sampling that there cannot be."""
         if self.samples < 1 or not all(1 <= k <= self.samples for k in self.pass_at):
             raise SchemaError(f"{self.samples} samples of a prompt cannot estimate pass@{list(self.pass_at)}")
         tokens, temperature = self.max_new_tokens, self.temperature
@@ -69,7 +68,6 @@ class HeldOutAnswers(Message, tag="held_out_answers"):
     """Label of the prompt."""
 
     def check(self) -> None:
-        """Refuse no answers, and a trajectory that could be trained: nobody may mistake these for others."""
         if not self.batch.trajectories:
             raise SchemaError(f"there are no answers to held-out prompt {self.prompt}")
         if trainable := [

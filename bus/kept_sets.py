@@ -50,7 +50,6 @@ class KeptSets:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def first(self, tokens: int) -> "KeptSets":
-        """Return the sets of the first tokens."""
         counts = self.counts[:tokens]
         return KeptSets(counts, self.token_ids[: int(counts.sum(dtype=np.int64))])
 

@@ -67,12 +67,10 @@ class Lease(Message, tag="lease"):
 
     @property
     def group_id(self) -> str:
-        """Return the name of the group this lease becomes."""
         return group_name(self.lease_id)
 
 
 def group_name(lease_id: int) -> str:
-    """Return the name of the group that a lease becomes."""
     return f"g{lease_id:08d}"
 
 
@@ -114,19 +112,16 @@ class RewardGiven(Message, tag="reward_given"):
     """Name of the process or person that gives it."""
 
     def check(self) -> None:
-        """Refuse a name of no trajectory and a reward that is no finite number."""
         parse_trajectory_name(self.trajectory_id)
         if not abs(self.reward) <= LARGEST_REWARD:
             raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}", kind="reward")
 
     @property
     def lease_id(self) -> int:
-        """Lease of the trajectory."""
         return parse_trajectory_name(self.trajectory_id)[0]
 
     @property
     def sample(self) -> int:
-        """Position of the trajectory in its group."""
         return parse_trajectory_name(self.trajectory_id)[1]
 
 
@@ -159,7 +154,6 @@ class BlobRef(Message, tag="blob"):
         return len(self.part_sha256) // PART_DIGEST_BYTES
 
     def check(self) -> None:
-        """Refuse a reference that would have a reader ask for chunks or parts without end."""
         parts = -(-self.size_bytes // self.part_bytes) if self.part_bytes > 0 else 0
         if len(self.part_sha256) not in (0, parts * PART_DIGEST_BYTES):
             raise SchemaError(
@@ -202,7 +196,6 @@ class Probe(Message, tag="probe"):
     """Images among the tokens of each sequence, with their bytes; empty where no sequence shows any."""
 
     def check(self) -> None:
-        """Refuse images and log-probs that do not belong to these tokens."""
         lengths = [len(tokens) for tokens in self.token_ids]
         if len(self.images) not in (0, len(lengths)):
             raise SchemaError(f"a probe of {len(lengths)} sequences has images of {len(self.images)}")
@@ -272,7 +265,6 @@ class PolicyManifest(Message, tag="policy"):
     others."""
 
     def check(self) -> None:
-        """Refuse a chain of deltas that does not lead from the snapshot to this version."""
         for ref, following in pairwise(self.deltas):
             if ref.policy_version != following.base_version:
                 raise SchemaError(
@@ -288,7 +280,6 @@ class PolicyManifest(Message, tag="policy"):
 
     @property
     def snapshot_at(self) -> int:
-        """Return the version of the snapshot."""
         return self.policy_version if self.snapshot_version is None else self.snapshot_version
 
     def since(self, policy_version: int) -> tuple[DeltaRef, ...] | None:
@@ -389,7 +380,6 @@ class Pace(Message, tag="pace"):
     """Factor by which their status, counters, pulls and polls are rarer than in a small run; 1 or more."""
 
     def check(self) -> None:
-        """Refuse a factor that would have actors speak all the time or never."""
         if not 1 <= self.slower <= LARGEST_PACE:
             raise SchemaError(f"slower={self.slower}: it is between 1 and {LARGEST_PACE:g}")
 

@@ -68,7 +68,6 @@ class GroupStatus(Message, tag="group_status", version=2):
     """Number of stored turns of rollouts that have not ended; `KeptTurnsRequest` asks for them."""
 
     def check(self) -> None:
-        """Refuse more rewards than samples."""
         if len(self.rewards) > len(self.samples):
             raise SchemaError(
                 f"there are {len(self.rewards)} rewards for {len(self.samples)} samples: give each one"
@@ -218,7 +217,6 @@ class Located(Message, tag="located"):
     """Row of each trajectory in its segment."""
 
     def check(self) -> None:
-        """Refuse addresses outside the named segments."""
         if len(self.segment_of) != len(self.rows):
             raise SchemaError(
                 f"there are {len(self.rows)} rows in {len(self.segment_of)} segments: each row needs one"
@@ -282,7 +280,6 @@ class StoredGroups(Message, tag="stored_groups"):
     """Those of the request's `rolling_out` that are settled."""
 
     def check(self) -> None:
-        """Refuse spreads, counts of tokens or rewards that do not fit the groups."""
         for name in ("rewards", "spreads", "tokens", "computed_tokens", "images"):
             found = len(getattr(self, name))
             if found not in (0, len(self.lease_ids)):
@@ -316,7 +313,6 @@ class Issued(Message, tag="issued"):
     """Oldest version that may sample each of them."""
 
     def check(self) -> None:
-        """Refuse versions that do not fit the leases."""
         if len(self.rolling_out) != len(self.versions):
             raise SchemaError(
                 f"there are {len(self.versions)} versions of {len(self.rolling_out)} leases: each needs one"
@@ -404,7 +400,6 @@ class ProfileRequest(Message, tag="profile_request"):
     steps: int
 
     def check(self) -> None:
-        """Refuse what makes no trace, or one that nobody can read."""
         if not 1 <= self.steps <= MOST_PROFILED_STEPS:
             raise SchemaError(f"{self.steps} steps are to be traced: 1 to {MOST_PROFILED_STEPS} can be")
 

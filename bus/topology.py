@@ -59,7 +59,6 @@ class Topology:
 
     @property
     def bucket(self) -> str:
-        """Return the run's key-value bucket."""
         return f"sluice-{self.run}"
 
     def stored_subjects(self) -> tuple[str, ...]:
@@ -273,12 +272,10 @@ def trajectories_stream(shard: int) -> str:
 
 
 def trajectories_streams(shards: int) -> list[str]:
-    """Return the streams of all shards' trajectories."""
     return [trajectories_stream(n) for n in range(min(shards, MOST_TRAJECTORY_STREAMS))]
 
 
 def shard_of(lease_id: int, shards: int) -> int:
-    """Return the shard that keeps this lease's group."""
     return lease_id % shards
 
 

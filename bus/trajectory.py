@@ -337,7 +337,6 @@ class KeptTurn(Message, tag="kept_turn"):
     """Runs of the N tokens that were sampled over keys and values of older weights, as a trajectory's."""
 
     def check(self) -> None:
-        """Refuse unequal lengths, and tokens, log-probs and versions that cannot be."""
         lengths = [len(self.token_ids), len(self.behaviour_logprobs), len(self.policy_versions)]
         if lengths.count(lengths[0]) != len(lengths):
             raise SchemaError(f"{self.name}: arrays of {lengths} tokens are not of one length")
@@ -358,12 +357,10 @@ class KeptTurn(Message, tag="kept_turn"):
 
     @property
     def name(self) -> str:
-        """Return the name of the turn in messages for humans."""
         return f"turn {self.number} of rollout {self.rollout} of lease {self.lease_id}"
 
     @property
     def kept_sets(self) -> KeptSets | None:
-        """Return the kept sets of its tokens, or None where none is recorded."""
         return KeptSets.from_bytes(self.kept_counts, self.kept_tokens) if self.kept_counts else None
 
     @property
@@ -396,7 +393,6 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
         return _with_images(self.trajectories, given_everywhere)
 
     def check(self) -> None:
-        """Refuse an image that is named and not there."""
         check_all_given([trajectory.images for trajectory in self.trajectories])
 
 

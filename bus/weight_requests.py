@@ -61,7 +61,6 @@ class PartsAsked(Message, tag="parts_asked"):
     """What failed since it asked last."""
 
     def check(self) -> None:
-        """Raise `SchemaError` for what no host says, which the learner would have to keep."""
         lead = (self.access.token, self.access.certificate) if self.access is not None else ()
         text = sum(map(len, (self.blob, self.host, self.url, *lead)))
         if len(self.have) > MOST_PARTS or len(self.failed) > MOST_PARTS or text > MOST_TEXT:
@@ -108,7 +107,6 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
     """A random text, which the offer repeats: one that was made for another request is not taken."""
 
     def check(self) -> None:
-        """Refuse an engine without ranks."""
         if self.ranks < 1:
             raise SchemaError(f"ranks is {self.ranks}, but an engine has at least 1")
 
@@ -133,7 +131,6 @@ class OfferedBucket(Message, tag="offered_bucket"):
     """SHA-256 of each tensor; empty on a bus without credentials, where nobody signs them."""
 
     def check(self) -> None:
-        """Refuse tensors without a dtype, shape or digest."""
         digests = len(self.digests) or len(self.names)
         if not len(self.names) == len(self.dtypes) == len(self.shapes) == digests:
             raise SchemaError(

@@ -137,7 +137,6 @@ class Bus:
         return self.signatures is not None
 
     def subject(self, *tokens: object) -> str:
-        """Return a subject of this run."""
         return self.topology.subject(*tokens)
 
     @property
@@ -329,7 +328,6 @@ class Bus:
         return _message(key, await self._keys.read(key), expected)
 
     async def put(self, key: str, message: Message) -> None:
-        """Set `key`."""
         data = encode(message)
         await self.patiently(lambda: self._keys.write(key, data), f"writing {key!r}")
 
@@ -354,7 +352,6 @@ class Bus:
         return await self.patiently(lambda: self._keys.names(prefix), f"listing the keys {prefix!r}")
 
     async def delete(self, key: str) -> None:
-        """Remove `key`."""
         await self.patiently(lambda: self._keys.remove(key), f"deleting {key!r}")
 
     async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:

@@ -71,7 +71,6 @@ class JetStream(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
             await asyncio.sleep(RETRY_S)
 
     async def publish(self, subject: str, *arguments: Any, **options: Any) -> Any:
-        """Publish, and wait for the answer of the stream."""
         if self._other_domain and subject.startswith("$KV."):
             subject = f"{self._prefix}.{subject}"
         return await self._publish(subject, *arguments, **options)

@@ -69,7 +69,6 @@ class KeyBucket:
             raise BusError(f"cannot create the keys of run {self._topology.run!r}: {error}") from error
 
     async def read(self, key: str) -> Entry:
-        """Return what lies under `key`."""
         entry = await self._read(key)
         if entry.content is None or self._signatures is None:
             return entry
@@ -88,7 +87,6 @@ class KeyBucket:
             return replace(entry, content=None, set_aside=True)
 
     async def write(self, key: str, content: bytes) -> None:
-        """Set `key`."""
         try:
             await (await self._open()).put(key, self.sealed(key, content))
         except nats.errors.Error as error:

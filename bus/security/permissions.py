@@ -27,7 +27,6 @@ class Permissions:
 
 @cache
 def permissions(run: str, role: str) -> Permissions:
-    """Return what `role`, one of `ROLES`, may do in `run`."""
     topology = Topology(run)
     found = _TABLE[role](topology)
     publish = dict.fromkeys(found.publish)

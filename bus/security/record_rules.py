@@ -58,7 +58,6 @@ _OPERATOR_ALONE = RecordRule((), "newest")
 
 @lru_cache(MOST_NAMES)
 def rule_of(record: str) -> RecordRule:
-    """Return the rule for records of this name."""
     found = (rule for pattern, rule in RULES.items() if fnmatchcase(record, pattern))
     return next(found, _OPERATOR_ALONE)
 

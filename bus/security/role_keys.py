@@ -25,7 +25,6 @@ class RoleKeys(Message, tag="role_keys"):
     """Keys of each role, newest last: a role has two while its key is exchanged."""
 
     def check(self) -> None:
-        """Refuse keys that are none."""
         for role, found in self.keys.items():
             if not isinstance(found, list):
                 raise SchemaError(f"the keys of {role} are no list")
@@ -52,7 +51,6 @@ def new_seed() -> str:
 
 
 def public_key(seed: str) -> str:
-    """Return the public key of a secret one."""
     return bytes(nkeys.from_seed(bytearray(seed.encode())).public_key).decode()
 
 

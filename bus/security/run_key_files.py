@@ -28,7 +28,6 @@ class RunKeyFiles:
         self._list = directory / "role.keys"
 
     def creds(self, role: str) -> Path:
-        """Return the credentials file of a role."""
         return self._directory / f"{role}.creds"
 
     @property

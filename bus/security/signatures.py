@@ -81,7 +81,6 @@ class Signatures:
 
     @property
     def keys(self) -> RoleKeys:
-        """Return the keys of the run's roles."""
         return self._keys
 
     def adopt(self, data: bytes) -> bool:
@@ -127,7 +126,6 @@ class Signatures:
     # --- records ---
 
     def sealed(self, record: str, content: bytes) -> bytes:
-        """Return a record with this role's signature."""
         self._last = max(time.time_ns() + self._ahead_ns, self._last + 1)
         self.seen.sign(self._last, self._key)
         signature = self._pair.sign(_signed_bytes(self._run, record, self._last, content))

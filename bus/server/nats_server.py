@@ -90,12 +90,10 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """URL that clients connect to."""
         return f"nats://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
         if self._process is None:
             raise BusError("nats-server is not running: start it first")
         return self._process.pid

@@ -54,7 +54,6 @@ class SecureDirectory:
             self.files(run).make(ROLES, url, authority)
 
     def files(self, run: str) -> RunKeyFiles:
-        """Return the files of a run."""
         return RunKeyFiles(self.path / run, run)
 
     def refuse_unknown(self, run: str, role: str) -> None:

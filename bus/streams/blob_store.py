@@ -130,7 +130,6 @@ def stream_with(bus: Bus, ref: BlobRef) -> str:
 
 
 async def delete_blob(bus: Bus, ref: BlobRef) -> None:
-    """Free the chunks behind `ref`."""
     try:
         await bus.js.purge_stream(stream_with(bus, ref), subject=f"{ref.subject}.*")
     except nats.errors.Error as error:

@@ -104,7 +104,6 @@ class StreamMessage:
         return self.key.message_id if self.key else plain_id(self.raws[0].headers)
 
     async def ack(self) -> None:
-        """Acknowledge the message: the stream forgets it."""
         try:
             for raw in self.raws:
                 await raw.ack()

@@ -70,5 +70,4 @@ def aggregated(samples: Sequence[Sample], config: Aggregation) -> list[Sample]:
 
 
 def aggregation(config: Aggregation) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
-    """Return the function that `config` names."""
     return chosen_function("aggregation", config)

@@ -90,7 +90,6 @@ class GDPOAdvantage(AdvantageEstimator):
 
     @property
     def reward_parts(self) -> Collection[str]:
-        """Return the parts that have a weight."""
         return self.rewards
 
 

@@ -45,7 +45,6 @@ class BatchConfig(Config):
 
     @property
     def token_budget(self) -> int:
-        """Return the token budget of a micro-batch."""
         return self.tokens_per_micro_batch or DEFAULT_TOKENS
 
     @property

@@ -56,7 +56,6 @@ class NoCorrection(Correction):
 
     @property
     def may_reject(self) -> bool:
-        """Tell that every token counts."""
         return False
 
 
@@ -84,12 +83,10 @@ class TokenTIS(Correction):
 
     @property
     def may_reject(self) -> bool:
-        """Tell whether it leaves out tokens beyond its bounds."""
         return self.bound == "mask"
 
     @property
     def is_whole_ratio(self) -> bool:
-        """Tell whether no ratio is cut off from above."""
         return self.truncation_cap == inf
 
 

@@ -109,7 +109,6 @@ class TeacherConfig(Config):
 
     @property
     def exists(self) -> bool:
-        """Tell whether there is such a teacher."""
         return self.path is not None or self.url is not None
 
     @model_validator(mode="after")

@@ -45,7 +45,6 @@ class LoraConfig(Config):
 
     @property
     def exists(self) -> bool:
-        """Tell whether adapters are trained."""
         return self.rank > 0
 
     def is_as(self, other: "LoraConfig") -> bool:
@@ -54,7 +53,6 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """Return the factor of B A."""
         return self.alpha / (sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 

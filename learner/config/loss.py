@@ -52,7 +52,6 @@ class Loss(Choice):
 
     @property
     def facts(self) -> LossFacts:
-        """Return what is true of it under these settings."""
         return self.stated
 
 
@@ -364,7 +363,6 @@ class PluginLoss(Plugin, Loss):
 
     @property
     def facts(self) -> LossFacts:
-        """Return what the settings say of it."""
         return LossFacts(own_ratio=self.sampled_by == "behaviour", by_sequence=not self.separable)
 
 

@@ -39,7 +39,6 @@ class MtpConfig(Config):
 
     @property
     def exists(self) -> bool:
-        """Tell whether the head is trained."""
         return self.weight > 0
 
 

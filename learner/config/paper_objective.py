@@ -13,7 +13,6 @@ from learner.config.plugin import Choice
 def used_aggregation(
     aggregation: Aggregation | AutoAggregation, loss: Loss, rejections: Sequence[Rejection]
 ) -> Aggregation:
-    """Return the aggregation that is set, or that of the papers, or the mean over tokens."""
     if not isinstance(aggregation, AutoAggregation):
         return aggregation
     stated, _ = _aggregation_of_paper(loss, rejections)
@@ -23,7 +22,6 @@ def used_aggregation(
 def used_correction(
     correction: Correction | AutoCorrection, loss: Loss, rejections: Sequence[Rejection]
 ) -> Correction:
-    """Return the correction that is set, or the one that suits the loss and the papers of the rejections."""
     if not isinstance(correction, AutoCorrection):
         return correction
     if loss.facts.own_ratio:
@@ -35,7 +33,6 @@ def differences_from_papers(
     aggregation: Aggregation | AutoAggregation, correction: Correction | AutoCorrection, loss: Loss,
     rejections: Sequence[Rejection],
 ) -> list[str]:  # fmt: skip
-    """Say what is set otherwise than in the papers of the loss and the rejections, a sentence each."""
     found = []
     stated, paper = _aggregation_of_paper(loss, rejections)
     used = used_aggregation(aggregation, loss, rejections)

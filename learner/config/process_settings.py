@@ -68,5 +68,4 @@ class LearnerSettings:
 
     @property
     def diagnostics(self) -> DiagnosticsConfig:
-        """Return the ranges of the figures of a step."""
         return used_diagnostics(self.model, self.learner)

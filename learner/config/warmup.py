@@ -51,5 +51,4 @@ class WarmupConfig(Config):
 
     @property
     def makes_reward_model(self) -> bool:
-        """Return whether the run trains a reward model."""
         return self.steps > 0 and self.loss.facts.of_scores

@@ -72,7 +72,6 @@ class Digesting(LazyWeights):
             yield
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype of a tensor, unread."""
         return self._weights.spec(name)
 
 

@@ -66,7 +66,6 @@ class StepBatch:
 
     @property
     def reward_mean(self) -> float:
-        """Return the mean over the batch's trajectories."""
         return self.outcomes.reward_mean
 
     @property
@@ -81,7 +80,6 @@ class StepBatch:
 
     @property
     def response_tokens_mean(self) -> float:
-        """Return the mean over the batch's trajectories."""
         return self.response_tokens / max(1, self.trajectories)
 
     def xxh3(self) -> str:

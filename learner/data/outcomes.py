@@ -70,7 +70,6 @@ class Outcomes:
 
     @property
     def rewards(self) -> list[float]:
-        """Return the reward of each trajectory."""
         return [one.reward for one in self.each]
 
     @property

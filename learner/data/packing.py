@@ -66,7 +66,6 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """Return the number of tokens that are trained."""
         return int(np.count_nonzero(self.loss_mask[1:]))
 
     @property
@@ -177,7 +176,6 @@ class MicroBatch:
         return self.trained if self.tree is None else self.tree.computed.index_select(0, self.trained)
 
     def to(self, device: torch.device) -> Self:
-        """Copy to `device`; a no-op when already there."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
         moved |= {k: to_device(v, device) for k, v in moved.items() if isinstance(v, Tensor)}
         moved["streams"] = {name: to_device(values, device) for name, values in self.streams.items()}

@@ -51,7 +51,6 @@ class PrefixTree:
     `source` and `computed` then number these alone. Empty where it computes all."""
 
     def to(self, device: torch.device) -> Self:
-        """Copy to `device`; a no-op when already there."""
         return replace(self, source=to_device(self.source, device), computed=to_device(self.computed, device))
 
     def share(self, held: tuple[range, ...]) -> Self:

@@ -20,12 +20,10 @@ def device() -> torch.device:
 
 
 def world_rank() -> int:
-    """Return this process's number in the world, from 0; known before the world is."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return how many processes there are; known before the world is."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 

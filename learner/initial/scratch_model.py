@@ -59,7 +59,6 @@ def vision_config(
 
 
 def image_processor(sizes: ScratchVision) -> "Qwen2VLImageProcessorPil":
-    """Return what makes patches of images."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     token = (MERGE * sizes.patch_size) ** 2
@@ -131,7 +130,6 @@ def build_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) ->
 
 
 def scratch_config(sizes: ScratchModel) -> PretrainedConfig:
-    """Return the configuration of a scratch model of these sizes."""
     return _config(sizes, character_tokenizer(images=sizes.vision.layers > 0))
 
 

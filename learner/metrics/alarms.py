@@ -35,7 +35,6 @@ class PolicyAlarm:
         self._in_a_row = 0
 
     def hear(self, metrics: Metrics) -> None:
-        """Take note of an actor's counters."""
         self._probes[metrics.source] = (time.monotonic(), integer(metrics.values, PROBE_ALARMS))
 
     def look(self, mismatch_nats: float | None) -> None:

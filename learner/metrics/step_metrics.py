@@ -166,7 +166,6 @@ class StepReporter:
 
 
 def step_values(result: StepResult) -> dict[str, Json]:
-    """Return what an optimizer step did."""
     return {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
@@ -186,7 +185,6 @@ def step_values(result: StepResult) -> dict[str, Json]:
 
 
 def batch_values(batch: StepBatch) -> dict[str, Json]:
-    """Return what it trained on."""
     return {
         "reward/mean": batch.reward_mean,
         "reward/equal_groups_fraction": batch.equal_groups / max(1, batch.groups),

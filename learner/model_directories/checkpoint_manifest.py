@@ -98,7 +98,6 @@ def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
 
 
 def refuse_other_model(directory: Path, different: Sequence[str]) -> None:
-    """Raise `ConfigError` when hyperparameters of a checkpoint's model are `different` from ours."""
     if different:
         raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
 

@@ -83,5 +83,4 @@ class FromInt4Weights(LazyWeights):
         return found.to(self._dtype)
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype of a tensor, unread."""
         return Spec(self._shapes[name], self._dtype) if name in self._shapes else self._weights.spec(name)

@@ -21,7 +21,6 @@ class Spec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -63,11 +62,9 @@ class SomeWeights(LazyWeights):
         return self._state[name]
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype without reading the tensor, where the state can."""
         return spec_of(self._state, name)
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` along a dimension, as the state does."""
         return part_of(self._state, name, dimension, start, stop)
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -86,11 +83,9 @@ class JoinedWeights(LazyWeights):
         return self._of[name][name]
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype without reading the tensor."""
         return self._of[name].spec(name)
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` along a dimension, as the one that has it does."""
         return self._of[name].part(name, dimension, start, stop)
 
 
@@ -106,11 +101,9 @@ class RenamedWeights(LazyWeights):
         return self._weights[self._names[name]]
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype without reading the tensor."""
         return self._weights.spec(self._names[name])
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` along a dimension, as the other does."""
         return self._weights.part(self._names[name], dimension, start, stop)
 
 

@@ -73,7 +73,6 @@ class HFWeights(LazyWeights):
             return tensor
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` along a dimension; the others stay on disk."""
         with _opened(self._file_of[name]) as opened:
             part: Tensor = opened.get_slice(name)[(*[slice(None)] * dimension, slice(start, stop))]
             return part

@@ -56,7 +56,6 @@ class FromMxfp4Weights(LazyWeights):
         return whole
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype of a tensor, unread."""
         return Spec(self._shapes[name], self._dtype) if name in self._shapes else self._weights.spec(name)
 
 

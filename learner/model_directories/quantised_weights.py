@@ -56,7 +56,6 @@ class QuantisedWeights(LazyWeights):
         return torch.from_numpy(found.words.view(kind)).view(self._specs[name].dtype).reshape(found.shape)
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype of a tensor, unread."""
         return self._specs[name] if name in self._specs else self._weights.spec(name)
 
 
@@ -99,7 +98,6 @@ class DequantisedWeights(LazyWeights):
         return found.to(self._dtype)
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype of a tensor, unread."""
         spec = self._weights.spec(name)
         return Spec(spec.shape, self._dtype) if name in self._scale_of else spec
 

@@ -58,12 +58,10 @@ class Progress:
     """Steps whose versions are being evaluated: each may turn out to be the best."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the checkpoint keeps."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Read what a checkpoint kept."""
         evaluations = {version: (pair[0], pair[1]) for version, pair in values["evaluations"].items()}
         best = values.get("best")
         return cls(**{**values, "evaluations": evaluations, "best": best and Best(**best)})

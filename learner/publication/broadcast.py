@@ -78,7 +78,6 @@ class Broadcaster:
         self._closed = False
 
     async def start(self) -> None:
-        """Begin to answer."""
         serve, subject = self._bus.serve, self._bus.subject
         await serve(subject("broadcast", "wanted"), BroadcastWanted, self._offer)
         await serve(subject("broadcast", "begin"), BroadcastBegin, self._begin)
@@ -86,7 +85,6 @@ class Broadcaster:
         await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
 
     async def close(self) -> None:
-        """End all groups."""
         self._closed = True
         for group in list(self._groups.values()):
             group.living.cancel()

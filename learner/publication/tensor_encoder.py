@@ -46,6 +46,5 @@ class TensorEncoder:
             return encode_tensors(base, tensors, threads, most_bytes=most_bytes)
 
     def digests(self, tensors: Tensors) -> Mapping[str, bytes]:
-        """Return the digest of each."""
         with ThreadPoolExecutor(self.threads, "hash") as threads:
             return Weights.of(0, tensors, threads).digests

@@ -145,7 +145,6 @@ class Rank:
         await asyncio.shield(task)
 
     def cancel_fetches(self) -> None:
-        """Fetch no more."""
         for _, task in self._fetching.values():
             task.cancel()
         self._fetching.clear()
@@ -201,7 +200,6 @@ class Rank:
         return all(readable)
 
     async def warm_up(self, step: int) -> StepResult:
-        """Take one optimizer step on the `step`-th batch of demonstrations, from 0."""
         self._saved_step = None
         return await self.in_thread(
             lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
@@ -304,7 +302,6 @@ class Rank:
 
     @property
     def adapter_base(self) -> AdapterBase | None:
-        """Return what published adapters belong to; None where whole weights are published."""
         return self._host.adapter_base(self._backend.adapters)
 
     @property

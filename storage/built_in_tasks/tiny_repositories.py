@@ -259,7 +259,6 @@ class Repository(NamedTuple):
 
     @classmethod
     def of(cls, source: str) -> Self:
-        """Read one of `SOURCES`."""
         lines = source.splitlines()
         code = [line for line in lines if " -> " not in line]
         tests = tuple(

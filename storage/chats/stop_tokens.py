@@ -79,7 +79,6 @@ class TurnEnds(NamedTuple):
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Return every token that ends an answer."""
         ends = (self.last, self.calls) if self.last is not None else (self.calls, *self.begins_next)
         return tuple(number for number in ends if number is not None)
 

@@ -229,7 +229,6 @@ class LocalReader:
         return None
 
     def close(self) -> None:
-        """Unmap everything."""
         with self._mutex:
             self._mapped.close()
 

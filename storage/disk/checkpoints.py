@@ -109,7 +109,6 @@ def every_step(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest checkpoint."""
     found = every_step(root)
     return directory(root, found[-1]) if found else None
 

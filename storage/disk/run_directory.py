@@ -223,7 +223,6 @@ class RunDirectory:
         return self._directory(f"replay/shard_{shard:02d}")
 
     def write_json(self, path: Path, value: Json) -> None:
-        """Replace the file at once and durably by `value` as indented JSON."""
         write_json(path, value)
 
     def write_provenance(self, changed: Mapping[str, Json] | None = None) -> None:

@@ -99,12 +99,10 @@ def mean(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x / (1 + exp(-x))."""
     return with_gradient(elementary.silu, F.silu, x)  # type: ignore[no-any-return]
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """Return 1 / sqrt(x)."""
     return with_gradient(elementary.reciprocal_sqrt, torch.rsqrt, x)  # type: ignore[no-any-return]
 
 
@@ -115,12 +113,10 @@ def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cos(x: Tensor) -> Tensor:
-    """Return the cosine of angles."""
     return cos_sin(x)[0]
 
 
 def sin(x: Tensor) -> Tensor:
-    """Return the sine of angles."""
     return cos_sin(x)[1]
 
 

@@ -35,7 +35,6 @@ class Use:
 
     @property
     def lease_id(self) -> int:
-        """Return the lease it came from."""
         return self.group.lease_id
 
 

@@ -220,7 +220,6 @@ class Ledger:
         return ledger
 
     def close(self) -> None:
-        """Flush and close."""
         try:
             with closing(self._sql):
                 self.flush()
@@ -317,7 +316,6 @@ class Ledger:
                 self._given.give(step, use)
 
     def commit(self, step: int) -> None:
-        """A durable checkpoint holds every step up to `step`."""
         self._change(
             (
                 "UPDATE leases SET state = 'committed' WHERE state = 'leased' AND EXISTS "
@@ -345,7 +343,6 @@ class Ledger:
         return undone
 
     def set_fact(self, name: str, value: str) -> None:
-        """Remember a named value."""
         self.facts[name] = value
         self._change(
             (
@@ -355,7 +352,6 @@ class Ledger:
         )
 
     def drop_fact(self, name: str) -> None:
-        """Forget a named value, if there is one."""
         if self.facts.pop(name, None) is not None:
             self._change(("DELETE FROM facts WHERE name = ?", ((name,),)))
 
@@ -393,7 +389,6 @@ class Ledger:
 
     @property
     def newest_step(self) -> int:
-        """Return the latest step that was given groups, 0 before the first."""
         return self._given.newest_step
 
     @property
@@ -433,7 +428,6 @@ class Ledger:
         return ((g, n) for g, n in self._given.used(oldest_version) if g.lease_id not in self._damaged)
 
     def uses(self, step: int) -> list[Use]:
-        """Return the groups given to a step, none for one that was given none."""
         return self._given.uses(step)
 
     def was_issued(self, lease_id: int) -> bool:

@@ -219,7 +219,6 @@ class TensorBoard:
         self._writer = EventFileWriter(str(directory), flush_secs=10)
 
     def draw(self, point: Point) -> None:
-        """Add the values."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -228,7 +227,6 @@ class TensorBoard:
         self._writer.add_event(event)
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
@@ -259,14 +257,12 @@ class WandbRun:
         """Names of curves whose axis is defined."""
 
     def draw(self, point: Point) -> None:
-        """Add the values."""
         for name in point.values.keys() - self._drawn:
             self._run.define_metric(name, step_metric=point.axis)
         self._drawn.update(point.values)
         self._run.log({**point.values, point.axis: point.step, "_timestamp": point.time_s})
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 
@@ -285,7 +281,6 @@ class OtlpMetrics:
         self._meter = provider.get_meter("sluice")
 
     def draw(self, point: Point) -> None:
-        """Send the values, with the step as one more."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         for name, value in (point.values | {point.axis: float(point.step)}).items():

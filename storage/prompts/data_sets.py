@@ -53,12 +53,10 @@ class DataSets:
 
     @property
     def prompts(self) -> StoredPrompts:
-        """Return the prompts of the latest data set."""
         return self._prompts[self.latest.digest]
 
     @property
     def quarantined(self) -> int:
-        """Return the number of quarantined prompts in the latest data set."""
         return len(self.quarantined_indices())
 
     def configure(
@@ -199,7 +197,6 @@ class DataSets:
         return with_source(self._prompts[found.digest][index], self.source(lease_id))
 
     def is_quarantined(self, lease_id: int) -> bool:
-        """Return whether the prompt of a lease is quarantined."""
         if not self._quarantined:
             return False
         found, index = self._order.find(lease_id)

@@ -118,11 +118,9 @@ class AutoTransport(LearnerServer, Transport):
 
     @property
     def lasting(self) -> Transport:
-        """Return the bus."""
         return BusTransport()
 
     def chosen(self, size_bytes: int, stream_bytes: int) -> Transport:
-        """Return the bus where it has room for the weights, else HTTP."""
         bus = BusTransport()
         fits = bus.fits(size_bytes, stream_bytes)
         return bus if fits else HttpTransport(**self.model_dump(exclude={"type"}))

@@ -31,17 +31,14 @@ class IssuedLeases:
 
     @property
     def run(self) -> str:
-        """Return this run's identity among those of its name; empty if not known yet."""
         return self._known.run
 
     @property
     def vocabulary(self) -> int | None:
-        """Token ids of its model."""
         return self._known.vocabulary
 
     @property
     def newest_version(self) -> int | None:
-        """Return the newest version it ever published."""
         return self._known.newest_version
 
     def issue_version(self, lease_id: int) -> int | None:

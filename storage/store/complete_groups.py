@@ -71,7 +71,6 @@ class CompleteGroups:
         ]
 
     def close(self) -> None:
-        """Let the database go."""
         self._database.close()
 
     # --- questions ---

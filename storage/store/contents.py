@@ -117,7 +117,6 @@ class StoreContents:
             self.groups.load(loaded.index, loaded.settled)
 
     def close(self) -> None:
-        """Unmap every file, and let the database go."""
         with self.reading, self.mutex:
             self.layout.close()
         self.groups.close()

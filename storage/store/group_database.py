@@ -48,7 +48,6 @@ class GroupDatabase:
         self._mutex = threading.Lock()  # guards the connection
 
     def close(self) -> None:
-        """Let the file go."""
         with self._mutex:
             if self._sql is not None:
                 self._sql.close()

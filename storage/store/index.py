@@ -41,7 +41,6 @@ class Columns:
 
     @classmethod
     def none(cls) -> Self:
-        """Return no rows."""
         return cls(np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(3)))
 
     def __len__(self) -> int:
@@ -165,7 +164,6 @@ class RowIndex:
         )
 
     def rows(self) -> NDArray[np.int64]:
-        """Return the rows that are known."""
         return np.array(self._rows, np.int64)
 
     def settled(self, settled: Settled) -> int:

@@ -247,7 +247,6 @@ class SegmentLayout:
         return self._mapped.get(entry.first, lambda: Segment(self.path(entry)))
 
     def close(self) -> None:
-        """Unmap everything."""
         self._mapped.close()
 
 
@@ -275,6 +274,5 @@ class MappedSegments(Generic[K]):
             segment.close()
 
     def close(self) -> None:
-        """Unmap everything."""
         while self._segments:
             self._segments.popitem()[1].close()

@@ -175,13 +175,11 @@ class ReplayStore:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all segments on disk."""
         with self._held.mutex:
             return sum(entry.size_bytes for entry in self._held.layout.entries)
 
     @property
     def entries(self) -> tuple[SegmentEntry, ...]:
-        """Return what the directory holds, in order."""
         with self._held.mutex:
             return tuple(self._held.layout.entries)
 

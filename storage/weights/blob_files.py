@@ -39,11 +39,9 @@ class FileBlobs:
         return await asyncio.to_thread(self._put, content, tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Return whether all blobs are there in their full size."""
         return await asyncio.to_thread(lambda: all(self._has(ref) for ref in refs))
 
     async def delete(self, ref: BlobRef) -> None:
-        """Remove the file. A process that is reading it can read to the end."""
         await asyncio.to_thread((self.directory / file_name(ref)).unlink, missing_ok=True)
 
     async def close(self) -> None:

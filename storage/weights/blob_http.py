@@ -89,7 +89,6 @@ class ServedFile:
         return os.pread(self._file, count, begin)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
@@ -152,7 +151,6 @@ class BlobServer:
         return self._config.advertise or f"{scheme}://{own_address(bus, host)}:{chosen}"
 
     async def close(self) -> None:
-        """Serve no longer."""
         tasks = [*self._handshakes, *([self._accepting] if self._accepting is not None else [])]
         self._accepting = None
         await cancelled(*tasks)
@@ -346,16 +344,13 @@ class HttpBlobs:
         return ref
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Return whether all files are there."""
         return await self._files.holds(refs)
 
     async def delete(self, ref: BlobRef) -> None:
-        """Remove the file."""
         await self._files.delete(ref)
         self._part_bytes.pop(ref.subject, None)
 
     async def close(self) -> None:
-        """Serve no longer."""
         for asked in self._asked if self._bus.client.is_connected else []:
             await asked.unsubscribe()
         self._asked = []

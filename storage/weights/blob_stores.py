@@ -74,11 +74,9 @@ class BusBlobs:
         return await put_chunks(self._bus, self._publisher, cut, "policy", *tokens, stream="weights")
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Return whether every chunk is on the stream."""
         return await on_bus(self._bus, refs)
 
     async def delete(self, ref: BlobRef) -> None:
-        """Purge its chunks."""
         await delete_blob(self._bus, ref)
 
     async def close(self) -> None:

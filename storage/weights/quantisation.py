@@ -84,11 +84,9 @@ class Int4Format:
     name: str = "int4"
 
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
-        """Return which elements of a weight share a scale."""
         return Blocks(1, GROUP)
 
     def stored(self, shape: tuple[int, ...], dtype: str) -> Stored:
-        """Return what there is of a weight, as `Fp8Format.stored` does."""
         rows, columns = shape
         return {
             PACKED: ("I32", (rows, columns // PACKED_COLUMNS)),
@@ -104,7 +102,6 @@ class ChannelFormat:
     name: str = "fp8_channel"
 
     def stored(self, shape: tuple[int, ...], dtype: str) -> Stored:
-        """Return what there is of a weight, as `Fp8Format.stored` does."""
         return {"": (CODES, shape), TENSOR_SCALE: ("F32", (shape[0], 1))}
 
 

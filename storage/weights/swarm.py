@@ -163,7 +163,6 @@ class Swarm:
         self._again = asyncio.get_running_loop().call_later(SERVED_S, self._forget) if self._held else None
 
     async def close(self) -> None:
-        """Serve no longer."""
         await self._server.close()
         self._url = None
         self._held.clear()

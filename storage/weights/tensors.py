@@ -61,17 +61,14 @@ class HostTensor:
 
     @property
     def count(self) -> int:
-        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all elements."""
         return self.count * ITEM_BYTES[self.dtype]
 
     @property
     def parts(self) -> int:
-        """Return the number of parts of the tensor."""
         return part_count(len(self.words), self.words.itemsize)
 
     def part(self, number: int) -> Words:
@@ -130,12 +127,10 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Return the number of bytes of all elements."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     @property
     def words(self) -> int:
-        """Return the number of elements of all tensors."""
         return sum(tensor.count for tensor in self.tensors.values())
 
     def digest(self) -> bytes:
@@ -238,7 +233,6 @@ class SnapshotContent:
 
 
 def snapshot_content(weights: Weights) -> SnapshotContent:
-    """Return the content of a snapshot."""
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
     pieces: list[Data | Callable[[], Data]] = [beginning]

@@ -87,7 +87,6 @@ class CheckpointWeights(LazyWeights):
         return self._last[1][name]
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype as the metadata has them."""
         tensor = self._tensor_of[name]
         return Spec(self._names.tensors[tensor].files[name], self._metadata(tensor).properties.dtype)
 

@@ -204,12 +204,10 @@ class ModelAdapters:
             self._of_weight.setdefault(adapter.of.weight, []).append(adapter)
 
     def __contains__(self, weight: object) -> bool:
-        """Tell whether a weight of the model has an adapter."""
         return weight in self._of_weight
 
     @torch.no_grad()
     def switch_off(self) -> None:
-        """Let the policy be the model without them."""
         for adapter in self._adapters:
             local(adapter.b).zero_()
             if adapter.change is not None:

@@ -30,16 +30,13 @@ class FileMatrices:
 
     @property
     def slice_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of the parameter."""
         return [self.names.tensors[self.name].shape]
 
     def matrices(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return what files have of the parameter."""
         [whole] = slices
         return list(self.names.split(self.name, whole).values())
 
     def slices(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Undo `matrices`."""
         state = dict(zip(self.names.tensors[self.name].files, matrices, strict=True))
         return [self.names.merge(self.name, state)]
 

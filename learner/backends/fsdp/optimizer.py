@@ -73,7 +73,6 @@ class ShardedOptimizer:
         return {name: part.data for name, part in self._shards.items()}
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
         for name, parameter in self._trained.items():
             parameter.grad = self._shards[name].grad = None
 

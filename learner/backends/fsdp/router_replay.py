@@ -23,7 +23,6 @@ Weigh = Callable[[torch.nn.Module, Tensor, Tensor], Tensor]
 
 
 def by_softmax(router: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Weigh by the softmax over all experts."""
     weights = logits.float().softmax(-1).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
 
@@ -41,7 +40,6 @@ by_sigmoids_of_lfm2 = partial(by_sigmoids, smallest_sum=1e-6)
 
 
 def by_softmax_of_chosen(_: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Weigh by the softmax over the experts that are given."""
     return logits.gather(1, experts).softmax(-1)
 
 

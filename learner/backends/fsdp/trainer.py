@@ -126,7 +126,6 @@ class FsdpTrainer:
         self.set_optimizer(optimizer)
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Start over with a fresh optimizer state and warm-up; the weights stay."""
         if bool(config.offload) != self._offloaded:
             raise ConfigError(
                 "optimizer.offload of the warm-up and of reinforcement learning must be the same with "
@@ -141,11 +140,9 @@ class FsdpTrainer:
         self.counts.begin()
 
     def compute_with(self, rounding: Rounding) -> None:
-        """Compute with the weights of engines that quantise so, from the next pass on."""
         self._rounded = rounded_weights(self._tensors, self._names, rounding, self.dtype)
 
     def multiply_in_fp8(self) -> None:
-        """Have the linear layers multiply in fp8 from the next pass on."""
         multiply_in_fp8(self.model)
 
     def train_step(
@@ -196,7 +193,6 @@ class FsdpTrainer:
         return self._passed(micro_batches, top=0)
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return what `logprobs` does, each with where its tokens went, int16 [T, layers, k]."""
         self.model.replay.note()
         try:
             values = self.logprobs(micro_batches)
@@ -205,7 +201,6 @@ class FsdpTrainer:
         return list(zip(values, experts, strict=False))  # those of idle micro-batches are behind
 
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
-        """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""
         return self._passed(micro_batches, top=count)
 
     @torch.no_grad()
@@ -230,7 +225,6 @@ class FsdpTrainer:
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """Return all ranks."""
         group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # there is one
         return group
 
@@ -241,7 +235,6 @@ class FsdpTrainer:
         yield self.optimizer.parts
 
     def release_memory(self) -> None:
-        """Free the gradients, and what torch keeps for later; the next step takes it again."""
         self._settle()
         self.optimizer.clear_gradients()
         if torch.cuda.is_available():
@@ -293,7 +286,6 @@ class FsdpTrainer:
 
     @property
     def adapters(self) -> TrainedAdapters | None:
-        """Return the adapters that are trained instead of the weights; None where these are trained."""
         return None if self._adapters is None else self._adapters.described(self._float32_buffers)
 
     def export(self) -> dict[str, Tensor]:
@@ -301,7 +293,6 @@ class FsdpTrainer:
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights by name on rank 0, each good until the next; every rank exhausts it."""
         self._settle()
         yield from self._streamed(self._tensors)
 
@@ -311,7 +302,6 @@ class FsdpTrainer:
         return stream_weights(tensors, self._names, self.dtype, finish=self._adapters.merge)
 
     def exported(self) -> Exported:
-        """Return what is published; every rank takes its part of it."""
         self._settle()
         adapters = self._adapters
         if adapters is not None and adapters.config.publish == "adapter":
@@ -342,25 +332,20 @@ class FsdpTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the weights on this rank."""
         return sum(local(tensor).nbytes for tensor in self._tensors.values())
 
     def keep_until(self, read: torch.cuda.Event) -> None:
-        """Have the device change no weight before `read`; the host does not wait."""
         self._read = read
 
     # --- checkpoints ---
 
     def fingerprint(self) -> dict[str, JsonValue]:
-        """Return the model's hyperparameters that decide which weights fit it."""
         return fingerprint(self.hf_config)
 
     def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
-        """List, for people, those by which weights of a model `hf_config` do not fit this one."""
         return differences(fingerprint(hf_config), self.fingerprint())
 
     def training_state(self) -> dict[str, JsonValue]:
-        """Return where training stands, and what of it must be the same to go on from there."""
         return {
             "backend": "fsdp",
             **self.counts.saved(),
@@ -383,7 +368,6 @@ class FsdpTrainer:
         return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
         refuse_other_optimizer(directory, training.get("optimizer", "adamw"), self.optimizer_config.matrices)
         ours = None if self._adapters is None else self._adapters.saved()
         refuse_other_adapters(directory, training.get("lora"), ours)
@@ -395,7 +379,6 @@ class FsdpTrainer:
             )
 
     def load_checkpoint(self, directory: Path, training: Mapping[str, Any]) -> None:
-        """Restore what `stage_checkpoint` wrote, and `training_state`. Raises `StorageError` if it cannot."""
         self._settle()
         policies = {tag: self.frozen.weights(tag) for tag in training["policies"]}
         same_ranks = training["ranks"] == dist.get_world_size()  # else whose generators would they be?

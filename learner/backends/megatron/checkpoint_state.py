@@ -97,12 +97,10 @@ class StagedWrites:
     """What is written: `keep` must be called before it changes."""
 
     def write(self) -> dict[str, str]:
-        """Write this rank's files, without any collective; return their digests by name."""
         self.writes()
         return {file.name: file_digest(file) for file in self.files}
 
     def finalize(self) -> None:
-        """Write the metadata of all files. Every rank calls this, on the thread of its collectives."""
         for finalizer in self.finalizers:
             finalizer()
 
@@ -199,7 +197,6 @@ def _load_model(model: "Trainer | MegatronCritic | TrainedHead", state: Mapping[
 
 
 def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
-    """Return where the trainer stands, and what of it must be the same to go on from there."""
     return {
         **trainer.counts.saved(),
         "ranks": dist.get_world_size(),
@@ -226,7 +223,6 @@ def _critic_state(critic: "MegatronCritic") -> dict[str, JsonValue]:
 
 
 def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer: "Trainer") -> None:
-    """Raise `ConfigError` when a checkpoint of that `training_state` does not fit `trainer`."""
     if (saved := training["distributed_optimizer"]) != trainer.parallel.distributed_optimizer:
         raise ConfigError(
             f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "

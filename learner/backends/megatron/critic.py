@@ -125,7 +125,6 @@ class MegatronCritic:
 
     @property
     def optimizer_type(self) -> str:
-        """Return which optimizer has the state."""
         return self._config.optimizer.matrices
 
     def settle_parameters(self) -> None:
@@ -135,7 +134,6 @@ class MegatronCritic:
                 chunk.start_param_sync(force_sync=True)
 
     def release_memory(self) -> None:
-        """Free the memory for gradients; the next step takes it again."""
         release_gradients(self.ddp)
 
 

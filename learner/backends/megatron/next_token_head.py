@@ -179,9 +179,7 @@ class TrainedHead:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the weights on this rank."""
         return sum(parameter.nbytes for parameter in self.head.parameters())
 
     def release_memory(self) -> None:
-        """Free the memory for gradients; the next step takes it again."""
         release_gradients(self.ddp)

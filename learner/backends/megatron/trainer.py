@@ -147,7 +147,6 @@ class Trainer:
         refuse_idle_ranks(self.chunks, chosen, "train some weights of every stage")
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Start over with a fresh optimizer state and warm-up; the weights stay."""
         self.optimizer_config = config
         self.settle_parameters()
         last = getattr(self, "optimizer", None)
@@ -157,7 +156,6 @@ class Trainer:
         self.counts.begin()
 
     def compute_with(self, rounding: Rounding) -> None:
-        """Compute with the weights of engines that quantise so, from the next pass on."""
         self._rounded = rounded_weights(self.chunks, self.hf_config, rounding, self.dtype)
 
     def multiply_in_fp8(self) -> None:
@@ -218,7 +216,6 @@ class Trainer:
             return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return what `logprobs` does, each with where its tokens went, int16 [T, layers, k]."""
         shares = self.shares(micro_batches)
         with ChosenExperts(self._modules()) as chosen, self._weights_of_engines():
             values = forward_logprobs(self.ddp, micro_batches, shares)
@@ -230,7 +227,6 @@ class Trainer:
         return list(zip(values, experts, strict=True))
 
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
-        """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""
         with self._weights_of_engines():
             return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches), top=count)
 
@@ -244,7 +240,6 @@ class Trainer:
 
     @property
     def adapters(self) -> TrainedAdapters | None:
-        """Return the adapters that are trained instead of the weights; None where these are trained."""
         return None if self.lora is None else self.lora.described()
 
     def export(self) -> dict[str, Tensor]:
@@ -254,13 +249,11 @@ class Trainer:
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights by name on rank 0, each good until the next; every rank exhausts it."""
         self.settle_parameters()
         weights = self._export.stream()
         return weights if self.lora is None else self.lora.merged(weights)
 
     def exported(self) -> Exported:
-        """Return what is published, to copy it at once; every rank takes its part of it."""
         self.settle_parameters()
         if self.lora is None:
             return self._export.views()
@@ -274,12 +267,10 @@ class Trainer:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the weights on this rank."""
         policy: int = sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
         return policy + (0 if self.head is None else self.head.size_bytes)
 
     def keep_until(self, read: torch.cuda.Event) -> None:
-        """Have the device change no weight before `read`; the host does not wait."""
         self._read = read
 
     def _live(self) -> Weights:
@@ -334,7 +325,6 @@ class Trainer:
             yield weights
 
     def release_memory(self) -> None:
-        """Free the memory for gradients, and what torch keeps for later; the next step takes it again."""
         release_gradients(self.ddp)
         if self.head is not None:
             self.head.release_memory()
@@ -344,15 +334,12 @@ class Trainer:
     # --- checkpoints ---
 
     def fingerprint(self) -> dict[str, JsonValue]:
-        """Return the model's hyperparameters that decide which weights fit it."""
         return fingerprint(self.hf_config)
 
     def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
-        """List, for people, those by which weights of a model `hf_config` do not fit this one."""
         return differences(fingerprint(hf_config), self.fingerprint())
 
     def training_state(self) -> dict[str, JsonValue]:
-        """Return where training stands, and what of it must be the same to go on from there."""
         return training_state(self)
 
     def stage_checkpoint(self, directory: Path) -> StagedWrites:
@@ -363,11 +350,9 @@ class Trainer:
         return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
         refuse_other_training(directory, training, self)
 
     def load_checkpoint(self, directory: Path, training: Mapping[str, Any]) -> None:
-        """Restore what `stage_checkpoint` wrote, and `training_state`. Raises `StorageError` if it cannot."""
         load_state(self, directory, training)
 
     @property

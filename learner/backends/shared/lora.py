@@ -138,7 +138,6 @@ class MergedWeights(LazyWeights):
         return merged(weight, self._adapters[a], self._adapters[b], self._config.scale, magnitude)
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype, which is float32 of what is merged."""
         if PREFIX + name in self._adapters:
             return spec_of(self._adapters, PREFIX + name)
         found = spec_of(self._base, name)

@@ -35,7 +35,6 @@ class BFloat16StateAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the parameters; `closure` is not supported."""
         if closure is not None:
             raise NotImplementedError("the loss is computed before the update")
         for group in self.param_groups:

@@ -22,7 +22,6 @@ class StepTimes:
         self._spans.append((name, begin, _Mark()))
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part."""
         found: dict[str, float] = {}
         for name, begin, end in self._spans:
             found[name] = found.get(name, 0.0) + begin.seconds_until(end)

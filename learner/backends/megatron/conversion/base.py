@@ -350,7 +350,6 @@ class Family:
     """Tells names of files that are no part of what is trained, and are exported as they came."""
 
     def shape(self, hf_config: PretrainedConfig) -> Shape:
-        """Read the shape from a transformers configuration."""
         experts = self.experts(hf_config) if self.experts is not None else None
         return replace(
             Shape.of(hf_config),

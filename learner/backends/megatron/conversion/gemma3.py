@@ -16,7 +16,6 @@ GEMMA_LAYER = (
 
 
 def gemma3(hf_config: PretrainedConfig) -> Family:
-    """Return the family with the factors of a configuration."""
     return Family(
         layer_rules=GEMMA_LAYER,
         attention_scale=hf_config.query_pre_attn_scalar**-0.5,

@@ -211,15 +211,12 @@ def _experts_of_all_layers(hf_config: PretrainedConfig) -> Experts:
 
 
 def qwen3_next(hf_config: PretrainedConfig) -> Family:
-    """Return the family with the sizes of a configuration."""
     return _with_experts(_family(hf_config, FUSED), experts_beside_shared, DECODER_SPARSE_STEP)
 
 
 def qwen3_5(hf_config: PretrainedConfig) -> Family:
-    """Return the family of dense models with the sizes of a configuration."""
     return _family(hf_config, SEPARATE)
 
 
 def qwen3_5_moe(hf_config: PretrainedConfig) -> Family:
-    """Return the family of mixtures with the sizes of a configuration."""
     return _with_experts(_family(hf_config, SEPARATE), _experts_of_all_layers)

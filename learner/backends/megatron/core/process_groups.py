@@ -50,7 +50,6 @@ def _end_groups() -> None:
 
 
 def close_world() -> None:
-    """Leave the world; `init_world` may be called again."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -210,7 +210,6 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
 
     @property
     def scale(self) -> float:
-        """Return the factor of B A."""
         return self._formula.scale
 
     @property
@@ -258,7 +257,6 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters as they lie in a checkpoint that any layout of ranks loads."""
         cut = self._layer.cut
         state = self.state_dict(prefix="", keep_vars=True)
         whole = self._layer.shared is not None

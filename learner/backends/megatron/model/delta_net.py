@@ -167,7 +167,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters as megatron-core shards them, each rank those of its heads."""
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(

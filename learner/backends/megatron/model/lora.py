@@ -198,14 +198,12 @@ class ChunkAdapters:
 
     @torch.no_grad()
     def switch_off(self) -> None:
-        """Let the policy be the model without them."""
         for chunk in self._chunks:
             for name, parameter in chunk.named_parameters():
                 if is_adapter(name) and name.endswith(("lora_B", CHANGE)):
                     parameter.zero_()
 
     def described(self) -> TrainedAdapters:
-        """Return what others than this backend need of them."""
         streamed = partial(self._streamed, torch.float32)
         exact = (
             float32_weights(family_of(self._hf_config).rules(shape_of(self._hf_config)))
@@ -214,7 +212,6 @@ class ChunkAdapters:
         return TrainedAdapters(self.config, self._base, exact, [*self._targets], streamed, self._whole)
 
     def saved(self) -> dict[str, JsonValue]:
-        """Return what must be the same where a checkpoint of them is loaded."""
         return {**saved_settings(self.config), "base": self._base_digest}
 
     @cached_property

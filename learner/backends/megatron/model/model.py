@@ -213,7 +213,6 @@ def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyMod
 def transformer_config(
     hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> TransformerConfig:
-    """Return megatron-core's settings of the model."""
     family = family_of(hf_config)
     shape = family.shape(hf_config)
     experts, stages = shape.experts, parallel.pipeline

@@ -32,7 +32,6 @@ class EmbeddingCopy:
     def __init__(
         self, chunks: Sequence[PolicyModel], config: TransformerConfig, hf_config: PretrainedConfig
     ) -> None:
-        """`chunks` are this rank's pieces of the policy."""
         self._layer: torch.nn.Module | None = None
         if chunks[0].pre_process:
             self._layer = chunks[0].embedding.word_embeddings

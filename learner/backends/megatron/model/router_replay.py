@@ -78,7 +78,6 @@ class ChosenExperts:
     """Notes to which experts the routers of this rank send the tokens of each micro-batch of a pass."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        """`modules` are those of the rank's model."""
         self._given = given_experts(modules)
         self._by_layer: dict[int, list[Tensor]] = {}
 

@@ -99,7 +99,6 @@ class ValueModel(ScalarModel):
         self.value_head = ValueHead(self.config.hidden_size, self.config.params_dtype)
 
     def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return the values."""
         return (self.value_head(rows),)
 
 

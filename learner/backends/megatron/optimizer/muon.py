@@ -54,7 +54,6 @@ class CutMatrices:
 
     @property
     def slice_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of all slices, which are equal."""
         return [self.cut.sizes] * self.cut.ranks
 
     @property
@@ -62,12 +61,10 @@ class CutMatrices:
         return [replace(self.cut, rank=rank) for rank in range(self.cut.ranks)]
 
     def matrices(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the Hugging Face tensors in the slices."""
         cut_slices = list(zip(slices, self._cuts, strict=True))
         return [matrix for _, matrix in parts_of(self.rule, cut_slices, self.shape)]
 
     def slices(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Undo `matrices`."""
         if self.rule.layout.mixes(self.shape, self.cut.ranks):  # merges them once for all ranks
             return list(self.rule.layout.merge(matrices, self.shape).chunk(self.cut.ranks))
         state = dict(zip(self.rule.parts, matrices, strict=True))

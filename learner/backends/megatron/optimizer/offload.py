@@ -67,7 +67,6 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters; `closure` is not supported."""
         if closure is not None:
             raise NotImplementedError("the loss is computed before the update")
         buckets = list(_buckets((p, g) for g in self.param_groups for p in g["params"] if p in self.received))
@@ -167,7 +166,6 @@ class FiledAdamW(OffloadedAdamW):
                     self.state[parameter][name] = moment.copy_(self.state[parameter][name])
 
     def give_up(self) -> None:
-        """Give the file back too."""
         super().give_up()
         del self.file
 

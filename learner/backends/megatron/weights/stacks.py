@@ -50,21 +50,17 @@ class JoinedRows(Stack):
     """A tensor of files with the rows of several tensors, one after another; they have no experts."""
 
     def shape(self, member: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole from that of a member."""
         rows, *inputs = member
         return (rows * len(self.members[0]), *inputs)
 
     def member_shape(self, stack: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a member from that of the whole."""
         rows, *inputs = stack
         return (rows // len(self.members[0]), *inputs)
 
     def view(self, whole: Tensor, expert: int, column: int) -> Tensor:
-        """View a member in the whole."""
         return whole.chunk(len(self.members[0]))[column]
 
     def read(self, state: State, expert: int, column: int) -> Tensor:
-        """Read the rows of a member."""
         rows = self.member_shape(spec_of(state, self.name).shape)[0]
         return part_of(state, self.name, 0, column * rows, (column + 1) * rows)
 
@@ -83,7 +79,6 @@ class StackPlace:
         return self.stack.view(whole, self.expert, self.column)
 
     def read(self, state: State) -> Tensor:
-        """Read the member from a state that has the stack."""
         return self.stack.read(state, self.expert, self.column)
 
 
@@ -179,7 +174,6 @@ class _Members(LazyWeights):
         return Spec(place.stack.member_shape(shape), dtype)
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop` along a dimension; of a member all are read."""
         if name not in self._places:
             return part_of(self._state, name, dimension, start, stop)
         return self[name].narrow(dimension, start, stop - start)
@@ -204,7 +198,6 @@ class StackedWeights(LazyWeights):
         return whole
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype without reading a tensor."""
         stack = self._stacks.get(name)
         if stack is None:
             return self.members.spec(name)

@@ -101,7 +101,6 @@ class MegatronWeights(LazyWeights):
         return self._last[1][part].reshape(self.spec(name).shape)
 
     def spec(self, name: str) -> Spec:
-        """Return shape and dtype as the metadata has them."""
         rule, part = self._rule_of[name]
         whole = self._spec(rule)
         return Spec(tuple(rule.layout.part_shapes(whole.shape, self._shape)[part]), whole.dtype)

@@ -336,7 +336,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sinks as megatron-core shards them, each rank those of its heads."""
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -359,7 +358,6 @@ class GatedSelfAttention(PackedSelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
         mixed, gate = self._apart(self.projected(hidden_states))
         query, key, value = self.heads(mixed, packed_seq_params)
         return attended(self, query, key, value, packed_seq_params, gate=gate.sigmoid())
@@ -385,7 +383,6 @@ class JointlyNormedAttention(PackedSelfAttention):
         self.k_layernorm = RMSNorm(config, config.num_query_groups * width, config.layernorm_epsilon)
 
     def heads(self, mixed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, [T, heads, d]."""
         heads = heads_by_group(mixed, self.head_settings)
         query, key, value = torch.split(heads, [heads.shape[2] - 2, 1, 1], dim=2)
         query = self.q_layernorm(query.flatten(1)).view(query.shape)

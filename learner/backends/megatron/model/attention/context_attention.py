@@ -53,7 +53,6 @@ class ContextLayout:
     """Says whether runs of one size are attended to together, since no kernel takes any lengths here."""
 
     def to(self, device: torch.device) -> "ContextLayout":
-        """Copy to `device`; a no-op when already there."""
         moved = {
             name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }

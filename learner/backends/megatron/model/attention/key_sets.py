@@ -31,7 +31,6 @@ class KeySets:
     """int32 [runs + 1], where each run's keys start."""
 
     def to(self, device: torch.device) -> "KeySets":
-        """Copy to `device`; a no-op when already there."""
         return replace(
             self, cu_queries=to_device(self.cu_queries, device), cu_keys=to_device(self.cu_keys, device)
         )

@@ -78,7 +78,6 @@ class LatentAttention(Attention):  # type: ignore[misc]  # megatron-core is unty
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
         layout = packed_seq_params
         query, key, value = self.get_query_key_value_tensors(hidden_states, layout.rotations[self.rope])
         return attended(self, query, key, value, layout)

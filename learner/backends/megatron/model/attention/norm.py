@@ -29,7 +29,6 @@ class RMSNorm(torch.nn.Module):
         return 1 + self.weight.float() if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
         if x.is_cuda:
             return _compiled()(x, self.factors, self.eps)
         if x.dtype == torch.float32:

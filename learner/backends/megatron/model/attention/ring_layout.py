@@ -36,7 +36,6 @@ class Block:
     """Keys by their place among those that arrive in this step, run by run."""
 
     def to(self, device: torch.device) -> "Block":
-        """Copy to `device`; a no-op when already there."""
         return Block(self.sets.to(device), _moved(self.queries, device), _moved(self.keys, device))
 
 
@@ -57,7 +56,6 @@ class RingStep:
     """Number of these."""
 
     def to(self, device: torch.device) -> "RingStep":
-        """Copy to `device`; a no-op when already there."""
         return replace(
             self, blocks=tuple(block.to(device) for block in self.blocks), sent=_moved(self.sent, device)
         )

@@ -43,7 +43,6 @@ class TreeLevel:
     """int64, the tokens that are keys, run by run."""
 
     def to(self, device: torch.device) -> "TreeLevel":
-        """Copy to `device`; a no-op when already there."""
         return TreeLevel(self.sets.to(device), to_device(self.queries, device), to_device(self.keys, device))
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +63,6 @@ class TreeLayout:
     """int64, where the tokens of this rank are in that line."""
 
     def to(self, device: torch.device) -> "TreeLayout":
-        """Copy to `device`; a no-op when already there."""
         return TreeLayout(
             self.own.to(device),
             tuple(level.to(device) for level in self.above),
