@@ -23,7 +23,6 @@ class AnnouncedPolicy:
 
     def __init__(self, bus: Bus) -> None:
         self.latest: PolicyManifest | None = None
-        """Newest announcement."""
         self._bus = bus
 
     @property
@@ -58,7 +57,6 @@ class EvaluatingActor:
 
     bus: Bus
     name: str
-    """Name of the process among the run's actors."""
     evaluator: Evaluator
     opponents: Opponents
     claims: EngineClaims

@@ -36,7 +36,6 @@ class _Failures:
     invalid_rewards: int = 0
     """Rewards in a row that were none."""
     latest: dict[str, str] = field(default_factory=dict)
-    """The latest failure by what failed."""
     since_s: float | None = None
     """Time since when too many fail; None while they do not."""
 

@@ -47,7 +47,6 @@ class OfferedTools:
 
     style: CallStyle
     stops: tuple[str, ...]
-    """Strings that end a completion."""
 
 
 @dataclass(slots=True)

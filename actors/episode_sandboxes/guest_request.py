@@ -14,7 +14,6 @@ class GuestSettings:
     hidden: tuple[str, ...]
     """Files and directories of the host that are not seen, also where what is above them is."""
     variables: dict[str, str]
-    """Environment of commands."""
     links: dict[str, str]
     """Names of directories of a sandbox that lead to others."""
 
@@ -28,7 +27,6 @@ class GuestLimits:
     memory_bytes: int
     """Memory of all processes together, and the most that one of them may ask for as data."""
     processes: int
-    """Processes and threads at a time."""
     disk_bytes: int
     """Size of the workspace, of /tmp and of /dev/shm each; they are kept in memory."""
     open_files: int = 1024

@@ -51,7 +51,6 @@ class _Lent:
     opened: AsyncExitStack
     used_s: float = field(default_factory=time.monotonic)
     commands: int = 0
-    """Commands in progress."""
 
 
 class SandboxServer:

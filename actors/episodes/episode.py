@@ -38,9 +38,7 @@ class AgentTrajectory:
     policy_versions: np.ndarray
     """int32 [L], the weights behind each token; -1 where none was sampled."""
     turns: tuple[Turn, ...]
-    """Its completions, in order."""
     reward: float
-    """Reward of the outcome."""
     end: End
     strand: int = 0
     """Number of this trajectory among those that were recorded in its episode."""
@@ -52,13 +50,11 @@ class AgentTrajectory:
     trainable: bool = True
     """False where it is only recorded: a frozen opponent, a judge, or nothing but greedy turns."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward by name."""
     reward_due: bool = False
     """Its reward comes later; `reward` says nothing."""
     reward_source: str = ""
     """Who gave the reward, and from where, if it was not computed by the actor."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
-    """What else is worth keeping with it."""
     routed_experts: np.ndarray | None = None
     """uint8 [L - 1, layers, experts per token], as `Generation` has it: the last token has no row."""
     kept: KeptSets | None = None
@@ -126,7 +122,6 @@ class FailedEpisode:
 
     end: End
     reason: str
-    """What went wrong, for people."""
 
     def as_episode(self, trajectories: int, policy: str = DEFAULT_POLICY) -> Episode:
         """Record the failure in as many trajectories as its siblings have: no tokens, and why they ended.

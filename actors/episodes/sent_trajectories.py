@@ -15,7 +15,6 @@ class PlacedPart(NamedTuple):
 
     place: int
     rollout: int
-    """Number of its episode."""
     part: AgentTrajectory
 
 

@@ -33,7 +33,6 @@ class EndpointDialect(Protocol):
     """How chats are put to an endpoint."""
 
     path: str
-    """What follows the base address."""
 
     async def question(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]] | None, sampling: Sampling

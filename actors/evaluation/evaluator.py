@@ -74,7 +74,6 @@ class _Answer:
     versions: frozenset[int] = frozenset()
     """Versions of the weights that sampled the tokens."""
     failure: str = ""
-    """Why there is no reward."""
     episode: Episode | None = None
     """What was said, where it is kept."""
 

@@ -25,7 +25,6 @@ class RequestKind:
 
     agent: str = DEFAULT_AGENT
     policy: str = DEFAULT_POLICY
-    """Name of the policy that answers."""
     is_trained: bool = True
     is_sub_agent: bool = False
 

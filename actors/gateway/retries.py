@@ -18,7 +18,6 @@ class Attempt:
     """What tells whether a request was sent before."""
 
     digest: bytes
-    """Digest of path and body."""
     key: str | None = None
     """The client's `Idempotency-Key`."""
     number: int | None = None
@@ -41,9 +40,7 @@ class _Exchange:
     attempt: Attempt
     task: asyncio.Task[Reply]
     answers: int
-    """Answers that it wants."""
     waiting: int = 0
-    """Requests that wait for the answer."""
 
 
 class Exchanges:

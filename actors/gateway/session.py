@@ -57,7 +57,6 @@ class Session:
         """The newest answer that the agent got itself, as the policy gave it; of choices the first."""
         self.responses = KeptResponses(config.most_body_bytes)
         self.agents: set[str] = set()
-        """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
         self.ended = asyncio.Event()
         """Set when the owner of the reward key has said that its episode is over, by a final reward or

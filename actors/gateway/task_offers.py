@@ -37,16 +37,13 @@ class Taker:
     url: str | None = None
     """Where it reaches the gateway, if that is elsewhere than others do."""
     sessions: set[Session] = field(default_factory=set)
-    """What it has under way."""
     taken: int = 0
-    """Rollouts that it has begun."""
     last_request_s: float = field(default_factory=time.monotonic)
     """When it asked for a task in a request that was not refused, or was done with one, by the monotonic
     clock."""
     claims: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     """Answers to its requests for tasks, by `Idempotency-Key`."""
     gone: str | None = None
-    """Why it is no longer there."""
 
     @contextmanager
     def leading(self, session: Session) -> Iterator[None]:
@@ -95,9 +92,7 @@ class TaskOffer:
     group: OfferedGroup
     own: OwnTask | None = None
     taker: Taker | None = None
-    """Who claimed it."""
     refused: str | None = None
-    """Why it will not be claimed."""
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was claimed, or refused."""
     session: "asyncio.Future[tuple[Task, Session]]" = field(

@@ -44,7 +44,6 @@ class FurtherSettings:
     """What an actor needs to know of one further policy."""
 
     bus: Bus
-    """Connection for the run that trains it."""
     engine: EngineConfig
     agents: tuple[str, ...]
     """Agents that it is where a call names no policy."""

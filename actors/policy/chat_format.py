@@ -44,7 +44,6 @@ class CallsFound:
     """How the calls of a model are read."""
 
     format: str
-    """Name of the format."""
     unread: str = ""
     """Call that the template writes and that no format reads."""
     writes: bool = True
@@ -218,7 +217,6 @@ class Context:
     strand: int | None
     """Number of the strand whose tokens it begins with; None where it is rendered as a whole."""
     kept: int
-    """Number of those tokens."""
     added: np.ndarray
     """int32 [N], the tokens that follow."""
     in_reasoning: bool
@@ -226,7 +224,6 @@ class Context:
     conversation: Conversation
     """What it repeats of the strand."""
     chat: ReadChat
-    """All messages."""
     images: tuple[PlacedImage, ...]
     """Images among the tokens that follow, of which the first is token `kept`."""
 

@@ -24,7 +24,6 @@ class Call:
     """What was asked of the policy for one completion, besides its context."""
 
     number: int
-    """Counts the completions of the rollout from 0."""
     agent: str
     policy: str
     """Name of the policy that is trained on it."""
@@ -42,20 +41,17 @@ class Strand:
     """A growing trajectory of one agent."""
 
     number: int
-    """Counts the strands of the rollout from 0."""
     agent: str
     policy: str
     fork: Fork | None
     """The earlier strand that its context departs from, if any."""
     conversation: Conversation | None = None
-    """The chat so far, if it is one."""
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """An array, which compares and copies in a moment and has 4 bytes a token: a context of 128k tokens is
     compared and copied in each turn."""
     sampled: list[tuple[int, Call, Generation]] = field(default_factory=list)
     """Completions, where they start and how they were asked for."""
     images: tuple[PlacedImage, ...] = ()
-    """Images among its tokens."""
 
     @property
     def routed(self) -> list[np.ndarray]:

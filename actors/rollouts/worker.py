@@ -95,7 +95,6 @@ class Worker:
         self.sampled = SampledCounts()
         """Counts of all trajectories that were sampled here, whatever became of them."""
         self.parts = parts
-        """How it works."""
         self.room = LeaseRoom(environment, policy.contexts, parts.admission)
         """Bounds the leases that are taken."""
         self._bus = bus

@@ -88,7 +88,6 @@ class _Adapted(NamedTuple):
     magnitude: HostTensor | None
     """Lengths of the rows; None for those that W + scale * B A has."""
     digests: bytes
-    """Those of all of them."""
 
 
 def _adapted(base: Weights, adapters: Weights) -> Iterator[_Adapted]:

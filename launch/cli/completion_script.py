@@ -64,7 +64,6 @@ _launch() {
   fi
 }
 complete -o default -o bashdefault -F _launch launch"""
-"""Takes tables as lines ['key']='words'."""
 
 ZSH = r"""#compdef launch
 # completion of launch for zsh 5.3 and later
@@ -115,7 +114,6 @@ if [[ $funcstack[1] == _launch ]]; then  # zsh has loaded this file to complete 
 else
   compdef _launch launch
 fi"""
-"""Takes tables as lines 'key' 'words'."""
 
 FISH = r"""# completion of launch for fish 3.4 and later
 function __launch_words
@@ -171,7 +169,6 @@ function __launch_complete
     end
 end
 complete -c launch -f -a '(__launch_complete)'"""
-"""Takes tables as cases of a switch."""
 
 
 Table = Mapping[str, list[str]]

@@ -103,9 +103,7 @@ class SetResult:
     missing: int
     """Answers that nobody has given yet, those that failed included."""
     failures: Sequence[str]
-    """Why answers failed this time."""
     ends: Mapping[str, int]
-    """Number of answers by how they ended."""
     tokens: float
     """Mean of sampled tokens over answers."""
     turns: float
@@ -209,7 +207,6 @@ class EvaluationRequest:
     greedy: bool = False
     """Whether each prompt has a greedy answer, too."""
     at_once: int = 32
-    """Rollouts that go on at the same time."""
     checkpoint: Path | None = None
     endpoint: ChatEndpointConfig | None = None
 

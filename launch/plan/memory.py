@@ -59,7 +59,6 @@ class Model:
     hf_config: PretrainedConfig
     weights: Sequence[Weight]
     frozen: frozenset[str]
-    """Names of weights that are not trained."""
     item_bytes: int
     """Bytes of an element of the model's dtype."""
     on_gpu: bool

@@ -17,7 +17,6 @@ THINGS = (
     "stool", "table", "tent", "tie", "towel", "tray", "wheel", "whistle",
 )  # fmt: skip
 NEW_THINGS = ("basket", "bottle", "broom", "candle", "drill", "guitar", "helmet", "ladder", "pillow", "radio")
-"""Things that are never trained on."""
 
 
 def prompts() -> PromptFiles:

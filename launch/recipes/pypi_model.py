@@ -18,7 +18,6 @@ class PackagedModel:
     """Where a model lies."""
 
     package: str
-    """Name of the package."""
     version: str
     file: str
     """GGUF file in it."""

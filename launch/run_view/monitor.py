@@ -55,7 +55,6 @@ class RunSettings:
 
     name: str
     steps: int
-    """Optimizer steps of reinforcement learning."""
     warmup_steps: int
     max_staleness: int
     """Upper bound on the versions that a trained token may lag."""

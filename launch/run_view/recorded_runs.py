@@ -45,7 +45,6 @@ class RecordedRun:
     step: int = 0
     """Steps of reinforcement learning; of a run on demonstrations alone those of its supervised stage."""
     steps: int | None = None
-    """Upper bound on the steps."""
     policy_version: int = 0
     reward: float | None = None
     """Mean reward of the last ten steps."""

@@ -61,7 +61,6 @@ class RunState:
     """Seconds by which the bus's clock is ahead of this host's."""
     dispatcher: StepGroups | None = None
     shards: set[int] = field(default_factory=set)
-    """Shards that answered."""
     streams: dict[str, StreamInfo] = field(default_factory=dict)
     consumers: dict[str, ConsumerInfo] = field(default_factory=dict)
     """Consumers by stream and name, such as TASKS/rollout."""

@@ -31,9 +31,7 @@ class TailOptions:
     """What to show of the run."""
 
     recent: int
-    """Trajectories to show first."""
     once: bool = False
-    """Says whether to end after those."""
     wanted: TrajectoryFilter = field(default_factory=TrajectoryFilter)
     token_ids: bool = False
 

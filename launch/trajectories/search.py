@@ -38,11 +38,9 @@ class TrajectoryFilter:
     most_ratio: float | None = None
     end: str | None = None
     source: str | None = None
-    """Name of the source of its prompt."""
     task: str | None = None
     """Name of its task, as the metadata of its prompt has it."""
     data_set: str | None = None
-    """Name of the held-out set that it answers a prompt of."""
     lease: int | None = None
     recorded: bool = False
     """Whether only those are wanted of which the importance ratio of each token is known."""
@@ -172,7 +170,6 @@ class Found:
 
     trajectories: list[Trajectory]
     searched: int
-    """Number of groups that were searched."""
     below: int | None
     """Lease below which the search goes on; None at its end."""
 

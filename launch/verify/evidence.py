@@ -85,7 +85,6 @@ class Stored(NamedTuple):
     reward: float | None
     """The reward that it has now, also one that came later."""
     source: str = ""
-    """Who gave the late reward."""
 
 
 @dataclass

@@ -31,7 +31,6 @@ class NodeRecords:
 
     def __init__(self, bus: Bus, engine: SglangEngineConfig) -> None:
         self.process = secrets.token_hex(8)
-        """Name of this process among the nodes."""
         self._bus = bus
         self._engine = engine
         self._beats = {rank: Beats(LAPSE_S) for rank in range(engine.nodes)}

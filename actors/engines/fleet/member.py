@@ -46,20 +46,16 @@ class Member:
         self.name = name
         self.state: State = "starting"
         self.requests: set[PendingRequest] = set()
-        """The requests that have a place at this engine."""
         self.occupancy = Occupancy()
-        """Use of its places over time."""
         self.served = 0
         """Requests that ever had one."""
         self.restarts = 0
         self.reason = ""
-        """Reason of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
         self.cache_use = CacheUse(
             lambda: self._life.engine if self._life else None, hard_share=config.hard_kv_share
         )
-        """Room for contexts."""
         self.released = False
         """Whether it has freed the device that it shares with other processes, or is about to."""
         self.tried = asyncio.Event()

@@ -97,7 +97,6 @@ class SglangEngine:
         self.failure = ""
         """Why it has stopped for good; empty before."""
         self.in_progress = RequestsInProgress(self._connected)
-        """Requests for all policies."""
         self.up = asyncio.Event()
         """Set once the server has started, or is attached to."""
         self._config = config = serving(config, served)

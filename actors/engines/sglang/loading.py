@@ -29,7 +29,6 @@ class Loading:
 
     def __init__(self, held: HeldWeights, client: SglangClient, facts: ServerFacts) -> None:
         self.held = held
-        """Weights that this host has for the server."""
         self._client = client
         self._facts = facts
         self._group = LearnerGroup(client, facts)

@@ -14,7 +14,6 @@ class ServedPolicy:
     """A policy with versions of its own. Several on one server have its frozen weights in common."""
 
     adapters: Adapters | None = None
-    """Its adapters, where the server adds them itself."""
     version: int = -1
     """Version that new requests have, -1 before the first."""
     loads: int = 0
@@ -60,7 +59,6 @@ class ServedPolicies:
 
     def __init__(self) -> None:
         self.own = ServedPolicy()
-        """The engine's own policy."""
         self._further: dict[str, ServedPolicy] = {}
 
     def __iter__(self) -> Iterator[ServedPolicy]:

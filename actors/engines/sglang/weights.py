@@ -49,11 +49,9 @@ class HeldWeights:
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.config: Mapping[str, Any] = json.loads((model_dir / "config.json").read_text())
-        """The model's config.json."""
         config = self.config
         self.model_type = str(config.get("model_type", ""))
         self.has_experts = any(config.get(name) for name in EXPERTS)
-        """Whether it is a mixture of experts."""
         self.quantised = is_quantised_model(model_dir)
         """Whether they are quantised: a server can be given them as whole tensors only."""
         self._in_fp8 = self.quantised and config[QUANTISATION].get("quant_method") == "fp8"

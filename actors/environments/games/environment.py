@@ -94,7 +94,6 @@ class Play:
     chats: dict[int, list[ChatMessage]] = field(default_factory=dict)
     """What each side has seen and written."""
     turns: Counter[int] = field(default_factory=Counter)
-    """Number of turns of each side."""
     end: End | None = None
     """Why it was broken off; None where the last turn of each side says how that ended."""
     mover: int | None = None

@@ -37,11 +37,9 @@ class Ask:
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What it asked for of temperature, top_p, top_k and max_new_tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer."""
     prefix: str = ""
     """How the answer is to begin, by the client's own words."""
     choices: int = 1
-    """Answers that it wants."""
     tells_logprobs: bool = False
     must_call: tuple[str, ...] | None = None
     """Tools of which the answer is to call one, any where none is named; None where it may call none."""
@@ -64,7 +62,6 @@ class Reply:
 
     reply_id: str
     created_s: int
-    """Unix time."""
     content: str
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
@@ -76,7 +73,6 @@ class Reply:
     logprobs: tuple[tuple[str, float], ...] | None = None
     """Each sampled token with its nats, where they were asked for."""
     further: tuple["Reply", ...] = ()
-    """The other answers, where several were asked for."""
     unmet: tuple[str, ...] = ()
     """Names of what was asked for and is not given."""
 

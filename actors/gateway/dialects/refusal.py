@@ -9,7 +9,6 @@ class RefusedError(SluiceError):
     def __init__(self, status: int, code: str, reason: str, *, retry: bool = False) -> None:
         super().__init__(reason)
         self.status = status
-        """HTTP status."""
         self.code = code
         """Word for programs, such as `turn_limit`."""
         self.retry = retry
@@ -27,9 +26,7 @@ class TooLongError(RefusedError):
             f"{tokens} tokens. Please reduce the length of the messages.",
         )  # fmt: skip
         self.tokens = tokens
-        """Tokens of the prompt."""
         self.limit = limit
-        """Most tokens that a prompt may have."""
 
 
 def invalid(reason: str) -> RefusedError:

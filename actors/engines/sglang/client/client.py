@@ -84,7 +84,6 @@ class SglangClient:
         self._generating = generating
         """Has the requests to generate."""
         self.work_counts = WorkCounts()
-        """Sums over all answers."""
 
     @classmethod
     def connect(cls, url: str) -> Self:

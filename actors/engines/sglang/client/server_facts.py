@@ -52,11 +52,9 @@ class ServerFacts:
     replicas: int = 1
     """Sets of such ranks, each with a copy of the model or a stage of it."""
     speculation: str = ""
-    """Its algorithm of speculative decoding."""
     role: str = "null"
     """`prefill` or `decode` for half of a pair."""
     tells_loads: bool = False
-    """It says how full its cache is."""
     loads_adapters: bool = False
     """It has an endpoint that takes the tensors of adapters."""
     architectures: tuple[str, ...] = ()

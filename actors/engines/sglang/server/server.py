@@ -197,7 +197,6 @@ class OwnServer:
     def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path, first_gpu: int) -> None:
         self.process: ServerProcess | None = None
         self.phase = "beginning"
-        """What it does before it serves."""
         self._config = config
         self._model = model
         self._log_file = log_file
@@ -254,7 +253,6 @@ class AttachedServer:
 
     def __init__(self, config: SglangEngineConfig) -> None:
         self.phase = f"waiting for {config.url}"
-        """What is done before it serves."""
         self._config = config
 
     async def start(self) -> SglangClient:
