@@ -55,7 +55,8 @@ class StreamsConfig(Config):
 
     trajectories_mib: int = Field(1024, ge=16)
     """Largest size of the streams of trajectories that storage has not taken, together: each shard's has the
-    same part of it, 16 MiB at least. Actors wait when the stream is full that they publish to."""
+    same part of it, 16 MiB at least. Actors wait when the stream is full that they publish to. Routed experts
+    that actors send to shards themselves may take as much again on the shards' disks."""
 
     outcomes_mib: int = Field(256, ge=16)
     """Largest size of the stream of rejections, late rewards and answers to held-out prompts that storage has

@@ -125,11 +125,16 @@ class Topology:
         """Return the consumer by which a shard takes its trajectories."""
         return self._consumer(f"shard-{shard}", "trajectories", shard)
 
+    def trajectories_bytes(self, shards: int) -> int:
+        """Return the bytes of trajectories that one stream holds, and one shard of what does not pass it."""
+        return max(
+            self.config.trajectories_mib * MIB // len(trajectories_streams(shards)), LEAST_TRAJECTORIES
+        )
+
     def _trajectories(self, shards: int, **options: object) -> Iterator[StreamConfig]:
         """Yield a stream for each shard: a cluster has their leaders on several servers, and a shard that
         takes nothing fills its own stream alone."""
-        names = trajectories_streams(shards)
-        max_bytes = max(self.config.trajectories_mib * MIB // len(names), LEAST_TRAJECTORIES)
+        names, max_bytes = trajectories_streams(shards), self.trajectories_bytes(shards)
         for first, name in enumerate(names):
             of_shards = [self.subject("trajectories", n) for n in range(first, shards, len(names))]
             yield self._stream(name, "trajectories", max_bytes=max_bytes, **options).evolve(

@@ -3,6 +3,7 @@ it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf, isfinite, prod
 from typing import Literal, NamedTuple
 
@@ -375,12 +376,31 @@ class KeptTurn(Message, tag="kept_turn"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsApart(Message, tag="experts_apart"):
+    """Names routed experts that do not travel in the message: the actor has sent them to the shard itself."""
+
+    sha256: bytes
+    """Digest of all of them, one after the other."""
+    sizes: tuple[int, ...]
+    """Bytes of each trajectory of the message, and then of each turn."""
+    moe_layers: int
+    experts_per_token: int
+
+    def check(self) -> None:
+        """Refuse sizes that cannot be."""
+        if min(self.sizes, default=0) < 0:
+            raise SchemaError(f"routed experts of {min(self.sizes)} bytes cannot be")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryBatch(Message, tag="trajectories", version=2):
     """Trajectories that travel together: siblings of a group, or the answer to a read."""
 
     trajectories: tuple[Trajectory, ...]
     turns: tuple[KeptTurn, ...] = ()
     """Turns of rollouts that have not ended, in messages and answers of their own."""
+    apart: ExpertsApart | None = None
+    """Names the routed experts of all of them, where they are not here."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> "TrajectoryBatch":
@@ -394,6 +414,62 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
 
     def check(self) -> None:
         check_all_given([trajectory.images for trajectory in self.trajectories])
+        if self.apart is not None and not 0 < len(self.apart.sizes) == len(self.sampled):
+            raise SchemaError(
+                f"{len(self.apart.sizes)} sizes of routed experts for {len(self.sampled)} trajectories"
+            )
+
+    @property
+    def sampled(self) -> tuple[Trajectory | KeptTurn, ...]:
+        """Return its trajectories, and then its turns."""
+        return (*self.trajectories, *self.turns)
+
+    @property
+    def apart_bytes(self) -> int:
+        """Return the bytes of the routed experts that are not here."""
+        return sum(self.apart.sizes) if self.apart is not None else 0
+
+    def without_experts(self, sha256: bytes) -> "TrajectoryBatch":
+        """Return the message without its routed experts, which have this digest."""
+        layers, per_token = max((one.moe_layers, one.experts_per_token) for one in self.sampled)
+        sizes = tuple(len(one.routed_experts) for one in self.sampled)
+        apart = ExpertsApart(sha256=sha256, sizes=sizes, moe_layers=layers, experts_per_token=per_token)
+        return replace(
+            self,
+            trajectories=tuple(
+                replace(one, routed_experts=b"", moe_layers=0, experts_per_token=0)
+                for one in self.trajectories
+            ),
+            turns=tuple(replace(one, routed_experts=b"") for one in self.turns),
+            apart=apart,
+        )
+
+    def with_experts(self, data: bytes) -> "TrajectoryBatch":
+        """Return the message with the routed experts that `apart` names. Raises `SchemaError` where they are
+        not those of its tokens."""
+        assert self.apart is not None
+        apart, count = self.apart, len(self.trajectories)
+        if len(data) != self.apart_bytes:
+            raise SchemaError(f"{len(data)} bytes of routed experts are not of the sizes {apart.sizes}")
+        ends = accumulate(apart.sizes)
+        found = [data[end - size : end] for end, size in zip(ends, apart.sizes, strict=True)]
+        trajectories = tuple(
+            replace(
+                one,
+                routed_experts=experts,
+                moe_layers=apart.moe_layers if experts else 0,
+                experts_per_token=apart.experts_per_token if experts else 0,
+            )
+            for one, experts in zip(self.trajectories, found[:count], strict=True)
+        )
+        turns = tuple(
+            replace(one, routed_experts=experts)
+            for one, experts in zip(self.turns, found[count:], strict=True)
+        )
+        whole = replace(self, trajectories=trajectories, turns=turns, apart=None)
+        for one in whole.sampled:
+            one.check()
+        return whole
 
 
 def _with_images(trajectories: Sequence[Trajectory], changed: ChangeImages) -> tuple[Trajectory, ...]:

@@ -1,4 +1,4 @@
-"""Requests for published weights: to servers of them, and to the learner for a broadcast to engines."""
+"""Requests that lead to servers of blobs, and those to the learner for a broadcast to engines."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,7 +16,7 @@ MOST_TEXT = 16 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobAccess(Message, tag="blob_access"):
-    """What a reader needs to be let in by a server of weights, and to know that server."""
+    """What a client needs to be let in by a server of blobs, and to know that server."""
 
     token: str = field(repr=False)
     """Bearer token of every request."""
@@ -27,6 +27,24 @@ class BlobAccess(Message, tag="blob_access"):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobAccessAsked(Message, tag="blob_access_asked"):
     """A reader asks a server of weights, over a secured bus, what it needs to be let in."""
+
+
+# --- actors ask a shard where it takes routed experts ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsPlaceAsked(Message, tag="experts_place_asked"):
+    """An actor asks a shard where it takes routed experts, which need not pass the bus."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsPlace(Message, tag="experts_place"):
+    """Says where a shard takes routed experts."""
+
+    url: str
+    """URL of its server; a path of the digest is put to it."""
+    access: BlobAccess | None = None
+    """What the server asks for, on a secured bus."""
 
 
 # --- hosts ask the learner from whom they get parts of weights ---

@@ -20,6 +20,7 @@ from bus.requests import GroupStatus, GroupStatusRequest, KeptTurnsRequest, Leas
 from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, TrajectoryBatch
+from storage.client.expert_sender import ExpertSender
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
@@ -53,6 +54,7 @@ class PolicyLeases:
         self._shards = shards
         self._actor = actor
         self._publisher = Publisher(bus)
+        self._experts = ExpertSender(bus)
         self._unanswered = LogThrottle(UNANSWERED_LOG_PERIOD_S)
 
     async def may_sample(self, lease: Lease, *, asks: bool) -> int | None:
@@ -126,8 +128,10 @@ class PolicyLeases:
 
     async def keep_turns(self, lease: Lease, turns: Sequence[KeptTurn]) -> bool:
         """Send turns of rollouts that have not ended; return whether the bus has them."""
-        subject = self._bus.subject("trajectories", shard_of(lease.lease_id, self._shards))
-        data = encode(TrajectoryBatch(trajectories=(), turns=tuple(turns)))
+        shard = shard_of(lease.lease_id, self._shards)
+        subject = self._bus.subject("trajectories", shard)
+        batch = TrajectoryBatch(trajectories=(), turns=tuple(turns))
+        data = encode(await self._experts.lightened(shard, batch))
         name = f"turns-{xxhash.xxh3_128_hexdigest(data)}"  # no name of a group, whose lease would be refunded
         try:
             await self._publisher.publish(subject, data, message_id=name, timeout_s=KEEP_TURNS_S)
@@ -147,15 +151,16 @@ class PolicyLeases:
 
     async def publish(self, group: Group) -> None:
         """Send what is finished and was not sent yet."""
-        subject = self._bus.subject("trajectories", shard_of(group.lease.lease_id, self._shards))
+        shard = shard_of(group.lease.lease_id, self._shards)
         messages = group.unsent()
-        await together(self._publish(subject, name, batch) for name, batch in messages)
+        await together(self._publish(shard, name, batch) for name, batch in messages)
         sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
         self.counts["trajectories"] += len(sent)
 
-    async def _publish(self, subject: str, name: str, batch: TrajectoryBatch) -> None:
+    async def _publish(self, shard: int, name: str, batch: TrajectoryBatch) -> None:
         sent = await self.account.sent(batch.trajectories)
-        ack = await self._publisher.publish(subject, encode(batch), message_id=name)
+        data = encode(await self._experts.lightened(shard, batch))
+        ack = await self._publisher.publish(self._bus.subject("trajectories", shard), data, message_id=name)
         await self.account.acknowledged(sent, ack, run=batch.trajectories[0].run)
 
     async def publish_soon(self, group: Group) -> bool:

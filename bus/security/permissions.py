@@ -124,7 +124,7 @@ def _actor(t: Topology) -> Permissions:
             dead,
             *_subjects(t, "trajectories.*", "outcomes.rejected", "outcomes.answers"),
             *_subjects(t, "events.metrics", "events.evaluation", COUNTERS),
-            *_subjects(t, "rpc.lease", "rpc.group_status.*", "rpc.kept_turns.*"),
+            *_subjects(t, "rpc.lease", "rpc.group_status.*", "rpc.kept_turns.*", "rpc.experts.*"),
             *_subjects(t, "access.*", "broadcast.*", "status.actor"),
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),

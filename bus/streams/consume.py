@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import NotFoundError
 
-from bus.codec import M
+from bus.codec import M, Message
 from bus.connection import Bus
 from bus.errors import BusError, HandBackError, SchemaError
 from bus.security.stream_access import MULTIPLE_ANSWERS_S
@@ -250,22 +250,28 @@ async def consume_received(
         await inbox.give_back()
 
 
+def nothing_apart(_: Message) -> int:
+    """Return 0: all of a message is in its bytes."""
+    return 0
+
+
 async def consume_batches(
     inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[list[M]], Awaitable[None]], *,
-    stop: asyncio.Event, limit: int, linger_s: float = 0.0,
+    stop: asyncio.Event, limit: int, linger_s: float = 0.0, apart_bytes: Callable[[M], int] = nothing_apart,
 ) -> None:  # fmt: skip
     """Run `handle` on what has arrived, `limit` messages at most, one batch after the other, until `stop`.
 
     While it works on one batch the next messages are taken and decoded, so a batch under load is what came
     meanwhile. After an idle time a batch may grow for `linger_s`. Messages keep their order. `stop` ends the
-    taking; messages that were taken are handled.
+    taking; messages that were taken are handled. `apart_bytes` says how much memory `handle` needs for what a
+    message names and does not hold: a batch ends with the message that brings it to `AHEAD_BYTES`.
 
     The acks follow `handle`, which must be idempotent. Until then the messages are reported as in progress.
     `handle` may raise `SchemaError` before it has done anything: then it gets the messages one by one, and
     those that it refuses again are set aside."""
     batch: list[Received[M]] = []
     async with inbox.parts.tended():
-        ahead = _Ahead(inbox, bus, expected, limit)
+        ahead = _Ahead(inbox, bus, expected, limit, apart_bytes)
         taking = asyncio.create_task(ahead.take(stop), name="take ahead")
         beating = asyncio.create_task(report_progress(lambda: [*batch, *ahead.ready]), name="report progress")
         try:
@@ -281,7 +287,10 @@ async def consume_batches(
 class _Ahead(Generic[M]):
     """Decoded messages that wait for their turn: less than two batches, about `AHEAD_BYTES` at most."""
 
-    def __init__(self, inbox: Inbox, bus: Bus, expected: type[M], limit: int) -> None:
+    def __init__(
+        self, inbox: Inbox, bus: Bus, expected: type[M], limit: int, apart_bytes: Callable[[M], int]
+    ) -> None:
+        self._apart_bytes = apart_bytes
         self._inbox = inbox
         self._bus = bus
         self._expected = expected
@@ -302,7 +311,7 @@ class _Ahead(Generic[M]):
                 raw = await self._inbox.take(self._limit, POLL_S)
                 arrived = await understood(raw, self._bus, self._expected, self._inbox.parts)
                 self.ready += arrived
-                self._size_bytes += sum(len(received.handle.data) for received in arrived)
+                self._size_bytes += sum(map(self._bytes_of, arrived))
                 self._changed.set()
         finally:
             self._ended = True
@@ -317,10 +326,17 @@ class _Ahead(Generic[M]):
             if (left := linger_until - time.monotonic()) <= 0:
                 break
             await self._next_change(left)
-        batch = [self.ready.popleft() for _ in range(min(self._limit, len(self.ready)))]
-        self._size_bytes -= sum(len(received.handle.data) for received in batch)
+        batch: list[Received[M]] = []
+        size_bytes = 0
+        while self.ready and len(batch) < self._limit and size_bytes < AHEAD_BYTES:
+            batch.append(self.ready.popleft())
+            size_bytes += self._bytes_of(batch[-1])
+        self._size_bytes -= size_bytes
         self._changed.set()
         return batch
+
+    def _bytes_of(self, received: Received[M]) -> int:
+        return len(received.handle.data) + self._apart_bytes(received.message)
 
     async def _next_change(self, timeout_s: float) -> None:
         self._changed.clear()

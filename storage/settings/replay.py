@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from bus.config import Config
 from bus.errors import ConfigError
+from storage.settings.weights_transport import ServerConfig
 
 
 def shard_numbers(text: str) -> tuple[int, ...]:
@@ -29,6 +30,11 @@ class ReplayConfig(Config):
     here: str = "all"
     """Shards that the storage process keeps itself: all, none, or numbers as 0-1 or 0,2-3. The others are
     kept by `launch shards`, on any host."""
+
+    server: ServerConfig = ServerConfig()
+    """HTTP server at which shards take the routed experts of trajectories, which are large and so do not pass
+    the bus. It listens where actors record them, and each process of shards has one. What an actor cannot
+    send there travels over the bus."""
 
     linger_s: float = Field(0.02, ge=0)
     """Time that a shard gathers arriving groups before it writes them as one segment."""

@@ -34,6 +34,7 @@ from storage.disk.host_identity import host_identity
 from storage.shard.group_requests import serve_closing, serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine
 from storage.shard.older_stream import drain_older_stream
+from storage.shard.routed_experts import ExpertFiles
 from storage.shard.shared_prefixes import different_beginnings
 from storage.store.addresses import locate
 from storage.store.replay import ReplayStore
@@ -72,6 +73,7 @@ class Shard:
         self._hear_of = hear_of
         self._linger_s = linger_s
         self._quarantine = quarantine
+        self._experts = ExpertFiles(store.directory)
         self.serving = asyncio.Event()
         """Set once it hears requests."""
 
@@ -104,8 +106,9 @@ class Shard:
                 (
                     consume_batches(
                         inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH,
-                        linger_s=self._linger_s,
+                        linger_s=self._linger_s, apart_bytes=lambda batch: batch.apart_bytes,
                     ),
+                    self._experts.tend(self._bus, self._number, stop),
                     consume_batches(rewards, self._bus, RewardGiven, self._give, stop=stop, limit=REWARDS),
                 )
             )  # fmt: skip
@@ -116,15 +119,17 @@ class Shard:
     async def _append(self, batches: list[TrajectoryBatch]) -> None:
         """The segment is durable when this returns; only then are the messages acked."""
         before = self.store.completions
-        trajectories = [trajectory for batch in batches for trajectory in batch.whole]
+        trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
         if self._hear_of is not None and trajectories:
             await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
         if self._quarantine is not None:
             await self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
-        await self._keep_turns([turn for batch in batches for turn in batch.turns])
         try:
             for trajectory in trajectories:
                 self._refuse_stranger(trajectory, actor=trajectory.actor)
+            joined = [await self._with_experts(batch) for batch in batches]
+            await self._keep_turns([turn for batch in joined for turn in batch.turns])
+            trajectories = [trajectory for batch in joined for trajectory in batch.whole]
             if self._quarantine is not None:
                 await self._quarantine.check_content(trajectories)
             completed = await asyncio.to_thread(self.store.append, trajectories)
@@ -132,8 +137,31 @@ class Shard:
             if len(batches) == 1:  # the one that will be set aside
                 await self._refund({t.lease_id for t in trajectories}, str(error))
             raise
+        for apart in [batch.apart for batch in batches if batch.apart is not None]:
+            await asyncio.to_thread(self._experts.remove, apart)
         if completed:
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
+
+    async def _with_experts(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Return the message with the routed experts that its actor sent here before it.
+
+        Of one that was stored already nothing is left to store. Raises `SchemaError` where they are gone."""
+        if batch.apart is None:
+            return batch
+        data, first = await asyncio.to_thread(self._experts.read, batch.apart), batch.sampled[0]
+        if data is not None:
+            try:
+                return await asyncio.to_thread(batch.with_experts, data)
+            except SchemaError as error:
+                raise SchemaError(str(error), kind="experts", actor=first.actor) from error
+        if batch.trajectories and not self.store.lacks(batch.trajectories):
+            return replace(batch, trajectories=(), apart=None)
+        raise SchemaError(
+            f"lease {first.lease_id}: {batch.apart_bytes} bytes of routed experts are not in "
+            f"{self.store.directory}, whose actor sends them before the message: was the directory replaced?",
+            kind="experts_missing",
+            actor=first.actor,
+        )
 
     async def _keep_turns(self, turns: list[KeptTurn]) -> None:
         """Store turns of rollouts that have not ended. What is refused is set aside; nobody waits for it."""

@@ -20,6 +20,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.settings.replay import ReplayConfig
 from storage.shard.ingest_checks import Quarantine
 from storage.shard.remote_ledger import IssuedLeases
+from storage.shard.routed_experts import ExpertServer
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
 from storage.store.retention import Retention, keep_house
@@ -47,8 +48,11 @@ class HeldShard:
 
 
 @asynccontextmanager
-async def hold_shards(bus: Bus, run: RunDirectory, numbers: Sequence[int]) -> AsyncIterator[list[HeldShard]]:
-    """Be the only writer of these shards while inside, by their roles in the run and by their files' locks.
+async def hold_shards(
+    bus: Bus, run: RunDirectory, replay: ReplayConfig, numbers: Sequence[int]
+) -> AsyncIterator[list[HeldShard]]:
+    """Be the only writer of these shards while inside, by their roles in the run and by their files' locks,
+    and take routed experts for them.
 
     Raises `ConfigError`, perhaps in a group, naming the process that has one already, and `StorageError` for
     a store that cannot be opened."""
@@ -64,7 +68,11 @@ async def hold_shards(bus: Bus, run: RunDirectory, numbers: Sequence[int]) -> As
 
         async with asyncio.TaskGroup() as tasks:  # a dead holder's silence is awaited for all at once
             holding = [tasks.create_task(hold(number), name=f"hold shard {number}") for number in numbers]
-        yield [task.result() for task in holding]
+        held = [task.result() for task in holding]
+        stores = {one.number: one.store.directory for one in held}
+        taking = ExpertServer(bus, stores, replay.server, bus.topology.trajectories_bytes(replay.shards))
+        await stack.enter_async_context(taking.serving())
+        yield held
 
 
 async def run_shard(
@@ -86,7 +94,10 @@ async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) ->
     _refuse_missing(settings)
     retention = Retention.of_shard(settings.replay, settings.run.name)
     await retention.check()
-    async with hold_shards(bus, settings.run, settings.numbers) as held, asyncio.TaskGroup() as reporting:
+    async with (
+        hold_shards(bus, settings.run, settings.replay, settings.numbers) as held,
+        asyncio.TaskGroup() as reporting,
+    ):
         finished, serving = asyncio.Event(), asyncio.Event()
         source = f"shards-{'-'.join(map(str, settings.numbers))}"
         reporting.create_task(

@@ -208,6 +208,10 @@ class ReplayStore:
         with self._writing:
             return self._append(trajectories)
 
+    def lacks(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Return whether `append` would store any of these. Raises `SchemaError` as it does."""
+        return bool(sort_arrivals(self._held, trajectories).fresh)
+
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
         """Count these groups as complete, durably, where so many siblings are stored; return those.
 

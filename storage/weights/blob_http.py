@@ -1,5 +1,5 @@
-"""Serves blobs over HTTP, on a secured bus over HTTPS to readers with a token. They fetch several ranges at
-a time."""
+"""Serves blobs over HTTP, on a secured bus over HTTPS to clients with a token. Readers fetch several ranges
+at a time."""
 
 import asyncio
 import os
@@ -107,11 +107,23 @@ def file_in(directory: Path, name: str) -> Served | None:
     return None
 
 
-class BlobServer:
-    """Serves blobs, and nothing else; on a secured bus only to who has its token."""
+Take = Callable[[web.Request], Awaitable[None]]
+"""Takes what a request puts under a name. It raises `web.HTTPException` for what it does not take."""
 
-    def __init__(self, find: Callable[[str], Served | None], config: ServerConfig, *, setting: str) -> None:
-        """Serve what `find` returns for a name."""
+
+def nothing_here(_: str) -> None:
+    """Find no blob, for a server that only takes them."""
+
+
+class BlobServer:
+    """Serves blobs, or takes them, and nothing else; on a secured bus only for who has its token."""
+
+    def __init__(
+        self, find: Callable[[str], Served | None], config: ServerConfig, *, setting: str,
+        take: Take | None = None,
+    ) -> None:  # fmt: skip
+        """Serve what `find` returns for a name, and hand to `take` what is put."""
+        self._take = take
         self.sent_bytes = 0
         self._due_s = 0.0
         """Monotonic time until which the bound on the bandwidth is used up."""
@@ -143,6 +155,8 @@ class BlobServer:
         listening = self._listening = self._listen(host, self._config.port)
         app = web.Application()
         app.router.add_get("/{name}", self._answer)
+        if self._take is not None:
+            app.router.add_put("/{name}", self._store)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
         self._accepting = asyncio.create_task(self._accept(listening), name="accept readers of weights")
@@ -167,7 +181,7 @@ class BlobServer:
         if host and not is_loopback(host) and url is not None and is_loopback(url.hostname):
             setting = self._setting.rpartition(".")[0]
             raise ConfigError(
-                f"{setting}.host={host} would serve weights to everybody on the network, while the bus is on "
+                f"{setting}.host={host} would open it to everybody on the network, while the bus is on "
                 "this host alone: leave it out"
             )
 
@@ -187,7 +201,7 @@ class BlobServer:
             listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(
-                f"weights cannot be served at {host}:{port} ({error.strerror}): set {self._setting} to "
+                f"this process cannot listen at {host}:{port} ({error.strerror}): set {self._setting} to "
                 f"another, or 0 for any that is free"
             ) from error
         listening.setblocking(False)
@@ -241,10 +255,20 @@ class BlobServer:
         else:
             (mute or here[0]).force_close()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    def _admit(self, request: web.Request) -> None:
+        """Raise `HTTPUnauthorized` for a stranger's request."""
         if self._guard is not None:
             self._guard.refuse_stranger(request)
         self._askers.add(request.protocol)
+
+    async def _store(self, request: web.Request) -> web.StreamResponse:
+        assert self._take is not None
+        self._admit(request)
+        await self._take(request)
+        return web.Response(status=201)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self._admit(request)
         found = self._find(request.match_info["name"])
         if found is None:
             raise web.HTTPNotFound

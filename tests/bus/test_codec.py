@@ -78,13 +78,15 @@ from bus.requests import (
 )
 from bus.security.role_keys import RoleKeys, new_seed, public_key
 from bus.security.signatures import SignedRecord
-from bus.trajectory import End, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
+from bus.trajectory import End, ExpertsApart, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
 from bus.weight_requests import (
     BlobAccess,
     BlobAccessAsked,
     BroadcastBegin,
     BroadcastEnd,
     BroadcastWanted,
+    ExpertsPlace,
+    ExpertsPlaceAsked,
     GroupLeft,
     OfferedBucket,
     PartFailed,
@@ -183,6 +185,10 @@ EXAMPLES = (
     make_trajectory(3, 1),
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
     TrajectoryBatch(trajectories=()),
+    ExpertsApart(sha256=bytes(range(32)), sizes=(768, 0), moe_layers=4, experts_per_token=2),
+    TrajectoryBatch(trajectories=(make_trajectory(1, 0),)).without_experts(b"s" * 32),
+    ExpertsPlaceAsked(),
+    ExpertsPlace(url="https://10.0.0.1:40000", access=BlobAccess(token="t", certificate="c")),
     make_turn(3, 1, 2),
     TrajectoryBatch(trajectories=(), turns=(make_turn(3, 1, 2), make_turn(3, 0, 0, tokens=0))),
     GroupRejected(lease_id=3, reason="zero_variance", detail="all 1.0", actor="a"),

@@ -13,6 +13,7 @@ from bus.process.process_tuning import (
     paced,
 )
 from storage.disk.run_directory import RunDirectory
+from storage.settings.replay import ReplayConfig
 from storage.shard.service import hold_shards
 
 
@@ -54,5 +55,5 @@ def test_nothing_is_collected_while_libraries_are_loaded_and_all_is_as_before_th
 
 @pytest.mark.nats
 async def test_whoever_holds_shards_is_paced(bus, tmp_path):
-    async with hold_shards(bus, RunDirectory(tmp_path, "test"), [0]):
+    async with hold_shards(bus, RunDirectory(tmp_path, "test"), ReplayConfig(), [0]):
         assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)

@@ -1,0 +1,212 @@
+"""Routed experts that actors send to a shard by themselves: files by digest, until their messages are stored.
+
+They are most of a trajectory's bytes where they are recorded, and so need not pass the bus. A file is there
+before the message that names it is published, so nothing is lost when its actor ends."""
+
+import asyncio
+import hashlib
+import os
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import nats.errors
+import structlog
+from aiohttp import web
+
+from bus.blobs import sha256_of
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.topology import trajectories_stream
+from bus.trajectory import ExpertsApart
+from bus.waiting import set_within
+from bus.weight_requests import ExpertsPlace, ExpertsPlaceAsked
+from storage.disk.atomic_files import TEMPORARY_PREFIX
+from storage.settings.weights_transport import ServerConfig
+from storage.weights.blob_http import PART_BYTES, STALLED_S, BlobServer, nothing_here
+
+log = structlog.get_logger()
+DIRECTORY = ".experts"
+"""Name of their directory within that of a shard's store."""
+LOOK_S = 600.0
+"""Seconds between two looks for files that no message names."""
+
+
+class ExpertFiles:
+    """The routed experts that one shard was sent, by their SHA-256."""
+
+    def __init__(self, store: Path) -> None:
+        self._directory = store / DIRECTORY
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all files, those that are being received included."""
+        return sum(found.st_size for _, found in self._found())
+
+    def incoming(self, sha256: str, size_bytes: int) -> "IncomingExperts":
+        """Begin a file. Raises `OSError` when the disk refuses."""
+        self._directory.mkdir(exist_ok=True)
+        return IncomingExperts(self._directory / sha256, size_bytes)
+
+    def holds(self, sha256: str) -> bool:
+        """Return whether the file is here."""
+        return (self._directory / sha256).is_file()
+
+    def read(self, apart: ExpertsApart) -> bytes | None:
+        """Return the routed experts; None where they are not here, or torn by a power cut."""
+        try:
+            data = (self._directory / apart.sha256.hex()).read_bytes()
+        except FileNotFoundError:
+            return None
+        return data if sha256_of([data]) == apart.sha256 else None
+
+    def remove(self, apart: ExpertsApart) -> None:
+        """Remove what is stored now."""
+        (self._directory / apart.sha256.hex()).unlink(missing_ok=True)
+
+    def remove_older(self, age_s: float) -> int:
+        """Remove files that came longer ago than that; return how many there were."""
+        old = [path for path, found in self._found() if found.st_mtime < time.time() - age_s]
+        for path in old:
+            path.unlink(missing_ok=True)
+        return len(old)
+
+    def _found(self) -> list[tuple[Path, os.stat_result]]:
+        if not self._directory.is_dir():
+            return []
+        found = []
+        for path in self._directory.iterdir():
+            try:
+                found.append((path, path.stat()))
+            except FileNotFoundError:  # it was stored meanwhile
+                continue
+        return found
+
+    async def tend(self, bus: Bus, shard: int, stop: asyncio.Event) -> None:
+        """Until `stop` remove what actors sent who ended before they published its message.
+
+        An actor publishes within its patience for the bus. Once the shard has taken all messages, nothing
+        names what is older."""
+        stream = bus.topology.stream(trajectories_stream(shard))
+        while not await set_within(stop, LOOK_S):
+            try:
+                waiting = await bus.js.consumer_info(stream, f"shard-{shard}")
+            except nats.errors.Error as error:  # the bus is away: it is asked again
+                log.debug("consumer_not_seen", stream=stream, reason=str(error))
+                continue
+            if not waiting.num_pending and not waiting.num_ack_pending:
+                removed = await asyncio.to_thread(self.remove_older, bus.patience_s)
+                if removed:
+                    log.info("routed_experts_removed", shard=shard, files=removed)
+
+
+class IncomingExperts:
+    """A file that is being received, without its name until it is whole."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        """Reserve its size, as far as others count it. Raises `OSError` when the disk refuses."""
+        self._path = path
+        self._size_bytes = size_bytes
+        self._temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        self._digest = hashlib.sha256()
+        self._file = self._temporary.open("wb")
+        os.truncate(self._file.fileno(), size_bytes)
+
+    def add(self, piece: bytes) -> None:
+        """Write the next piece. Raises `OSError` when the disk refuses."""
+        self._digest.update(piece)
+        self._file.write(piece)
+
+    def finish(self) -> bool:
+        """Give the file its name, unless its bytes are others than that says; return whether they are not."""
+        self._file.close()
+        is_same = self._digest.hexdigest() == self._path.name
+        if is_same:
+            self._temporary.replace(self._path)
+        return is_same
+
+    def close(self) -> None:
+        """Remove what is not whole."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class ExpertServer:
+    """Takes routed experts for the shards of a process over HTTP, on a secured bus over HTTPS.
+
+    It listens from the moment on when an actor asks where to send them: most runs record none."""
+
+    def __init__(self, bus: Bus, stores: Mapping[int, Path], config: ServerConfig, most_bytes: int) -> None:
+        """Take `most_bytes` for each of the shards whose stores have these directories."""
+        self._bus = bus
+        self._files = {str(shard): ExpertFiles(store) for shard, store in stores.items()}
+        self._most_bytes = most_bytes
+        self._server = BlobServer(nothing_here, config, setting="replay.server.port", take=self._take)
+        self._starting = asyncio.Lock()
+        self._url = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Answer actors while inside."""
+        asked = [
+            await self._bus.serve(self._bus.subject("rpc", "experts", shard), ExpertsPlaceAsked, self._place)
+            for shard in self._files
+        ]
+        try:
+            yield
+        finally:
+            for subscription in asked if self._bus.client.is_connected else []:
+                await subscription.unsubscribe()
+            await self._server.close()
+
+    async def _place(self, _: ExpertsPlaceAsked) -> list[Message]:
+        async with self._starting:
+            if not self._url:
+                try:
+                    self._url = await self._server.start(self._bus)
+                except ConfigError as error:
+                    log.warning("routed_experts_not_taken", reason=str(error))
+                    raise BusError(str(error)) from error
+        return [ExpertsPlace(url=self._url, access=self._server.access)]
+
+    async def _take(self, request: web.Request) -> None:
+        """Write what is put as `<shard>-<SHA-256>`. What is here already is not written again."""
+        shard, _, sha256 = request.match_info["name"].partition("-")
+        size_bytes, files = request.content_length, self._files.get(shard)
+        if files is None or re.fullmatch("[0-9a-f]{64}", sha256) is None:
+            raise web.HTTPNotFound
+        if size_bytes is None:
+            raise web.HTTPLengthRequired
+        if await asyncio.to_thread(files.holds, sha256):
+            return
+        if await asyncio.to_thread(lambda: files.size_bytes) + size_bytes > self._most_bytes:
+            raise web.HTTPInsufficientStorage(text=f"{self._most_bytes} bytes wait here already")
+        try:
+            incoming = await asyncio.to_thread(files.incoming, sha256, size_bytes)
+            try:
+                await _receive(request, incoming, size_bytes)
+                is_same = await asyncio.to_thread(incoming.finish)
+            finally:
+                await asyncio.to_thread(incoming.close)
+        except OSError as error:
+            log.warning("routed_experts_not_taken", shard=shard, reason=str(error))
+            raise web.HTTPInsufficientStorage(text=str(error)) from error
+        if not is_same:
+            raise web.HTTPUnprocessableEntity(text="these bytes have another digest")
+
+
+async def _receive(request: web.Request, incoming: IncomingExperts, size_bytes: int) -> None:
+    """Write the body of the request, as long as the sender sends."""
+    left = size_bytes
+    try:
+        while left:
+            async with asyncio.timeout(STALLED_S):
+                piece = await request.content.readexactly(min(PART_BYTES, left))
+            await asyncio.to_thread(incoming.add, piece)
+            left -= len(piece)
+    except (TimeoutError, asyncio.IncompleteReadError) as error:
+        raise web.HTTPRequestTimeout(text=f"{left} of {size_bytes} bytes did not come") from error

@@ -1,0 +1,274 @@
+"""Routed experts on their way from actors to shards, which are not to pass the bus, and never get lost."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from actors.episodes.episode import AgentTrajectory, Episode
+from actors.rollouts.group import Group
+from actors.rollouts.leases import PolicyLeases
+from bus.blobs import sha256_of
+from bus.codec import decode, encode
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import GroupRejected
+from bus.streams import consume
+from bus.streams.consume import Inbox, consume_batches
+from bus.trajectory import KeptTurn, TrajectoryBatch, Turn
+from bus.weight_requests import ExpertsPlace, ExpertsPlaceAsked
+from storage.client import expert_sender
+from storage.client.expert_sender import ExpertSender
+from storage.settings.weights_transport import ServerConfig
+from storage.shard.routed_experts import DIRECTORY, ExpertFiles, ExpertServer
+from storage.store.replay import ReplayStore
+from tests.bus.security.secured import by_role, make_streams, secured_bus
+from tests.factories import make_lease, make_trajectory, make_turn
+from tests.storage.serving import dead_letters, has, make_shard, running, until
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+TOKENS, LAYERS, PER_TOKEN = 3000, 48, 8  # Qwen3-30B-A3B: 384 bytes a token
+MANY = 1 << 30
+
+
+def experts(seed: int) -> np.ndarray:
+    shape = (TOKENS - 1, LAYERS, PER_TOKEN)
+    return np.random.default_rng(seed).integers(0, 128, shape, np.uint8)
+
+
+def batch(lease_id: int, sample: int) -> TrajectoryBatch:
+    """A sample's message, as an actor makes it."""
+    routed = {"moe_layers": LAYERS, "experts_per_token": PER_TOKEN}
+    plain = make_trajectory(lease_id, sample, tokens=TOKENS)
+    one = replace(plain, routed_experts=experts(lease_id + sample).tobytes(), **routed)
+    return TrajectoryBatch.of([one])
+
+
+@pytest.fixture
+def store(tmp_path):
+    with closing(ReplayStore.open(tmp_path / "replay")) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def taking(bus: Bus, store: Path, most_bytes: int = MANY, **config: object):
+    """The server of shard 0."""
+    server = ExpertServer(bus, {0: store}, ServerConfig(**config), most_bytes)
+    async with server.serving():
+        yield server
+
+
+def files(store: ReplayStore) -> list[Path]:
+    directory = store.directory / DIRECTORY
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+async def stream_bytes(bus: Bus) -> int:
+    return int((await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).state.bytes)
+
+
+async def publish(bus: Bus, message: TrajectoryBatch) -> None:
+    await bus.js.publish(bus.subject("trajectories", 0), encode(message))
+
+
+async def place(bus: Bus) -> ExpertsPlace:
+    return await bus.request(
+        bus.subject("rpc", "experts", 0), ExpertsPlaceAsked(), ExpertsPlace, timeout_s=10
+    )
+
+
+def an_actors(bus: Bus) -> PolicyLeases:
+    return PolicyLeases(bus, None, shards=2, actor="a", counts=Counter())
+
+
+async def test_an_actors_experts_go_to_the_shard_and_not_through_the_bus(bus, store):
+    """Those of turns too. What the actor sends is stored when it has ended, by a shard that begins later."""
+    whole = [batch(0, sample).trajectories[0] for sample in range(2)]
+    group = Group(make_lease(0), 1, "a")
+    for sample, t in enumerate(whole):
+        part = AgentTrajectory(
+            agent="solver", token_ids=t.token_ids, loss_mask=t.loss_mask,
+            behaviour_logprobs=t.behaviour_logprobs, policy_versions=t.policy_versions,
+            turns=(Turn(2, TOKENS, "stop"),), end="completed", reward=1.0, routed_experts=t.experts,
+        )  # fmt: skip
+        group.episodes[sample] = Episode((part,))
+    turn = replace(
+        make_turn(2, tokens=TOKENS), routed_experts=experts(7).tobytes(),
+        moe_layers=LAYERS, experts_per_token=PER_TOKEN,
+    )  # fmt: skip
+    async with taking(bus, store.directory):
+        actor = an_actors(bus)
+        await actor.publish(group)
+        assert await actor.keep_turns(make_lease(2), [turn])
+        assert 0 < await stream_bytes(bus) < 40 * 3 * TOKENS, "more than ids, log-probs, versions and mask"
+        assert len(files(store)) == 3
+    async with running(make_shard(bus, store, 0).run):
+        await until(lambda: store.completed == [0])
+        await has(bus, "TRAJECTORIES", 0)
+    for sample, found in enumerate(store.read([0])):
+        np.testing.assert_array_equal(found.experts, experts(sample))
+    [kept] = store.turns.of(2)
+    assert isinstance(kept, KeptTurn)
+    assert kept.routed_experts == turn.routed_experts
+    assert not files(store), "they are stored"
+    await has(bus, "DEAD", 0)
+
+
+async def test_what_is_delivered_again_after_it_was_stored_is_dropped(bus, store):
+    async with taking(bus, store.directory):
+        light = await ExpertSender(bus).lightened(0, batch(0, 0))
+    async with running(make_shard(bus, store, 0).run):
+        await publish(bus, light)
+        await until(lambda: store.trajectories == 1)
+        await publish(bus, light)
+        await has(bus, "TRAJECTORIES", 0)
+    assert store.trajectories == 1
+    await has(bus, "DEAD", 0)
+
+
+async def test_a_trajectory_whose_experts_are_gone_is_set_aside_by_name_and_its_lease_refunded(bus, store):
+    """So is one whose file a power cut has torn, and one with experts of another length."""
+    async with taking(bus, store.directory):
+        sender = ExpertSender(bus)
+        lights = [await sender.lightened(0, batch(lease_id, 0)) for lease_id in (0, 2, 4)]
+    gone, torn = (store.directory / DIRECTORY / one.apart.sha256.hex() for one in lights[:2])
+    gone.unlink()
+    with torn.open("r+b") as file:
+        file.truncate(100)
+    lights[2] = replace(lights[2], apart=replace(lights[2].apart, experts_per_token=5))
+    for light in lights:
+        await publish(bus, light)
+    async with running(make_shard(bus, store, 0).run):
+        await has(bus, "TRAJECTORIES", 0)
+    letters = await dead_letters(bus)
+    assert [letter.reason[:9] for letter in letters[:2]] == ["lease 0: ", "lease 2: "]
+    assert "bytes of routed experts for 3000 tokens" in letters[2].reason
+    assert {letter.actor for letter in letters} == {"test"}
+    await has(bus, "OUTCOMES", 3)
+    stream = bus.topology.stream("OUTCOMES")
+    refunds = [decode((await bus.js.get_msg(stream, n)).data, GroupRejected) for n in (1, 2, 3)]
+    assert [refund.lease_id for refund in refunds] == [0, 2, 4]
+    assert store.trajectories == 0
+
+
+@pytest.mark.parametrize("why", ["nobody_takes_them", "full", "not_reachable"])
+async def test_experts_that_the_shard_does_not_take_pass_the_bus(bus, store, why, monkeypatch):
+    sender, given = ExpertSender(bus), batch(0, 0)
+    room = 100 if why == "full" else MANY
+    config = {"advertise": "http://127.0.0.1:1"} if why == "not_reachable" else {}
+    with capture_logs() as said:
+        if why == "nobody_takes_them":  # as in older builds
+            assert await sender.lightened(0, given) is given
+        else:
+            async with taking(bus, store.directory, room, **config):
+                assert await sender.lightened(0, given) is given
+                assert await sender.lightened(0, given) is given, "it is not tried again at once"
+    [line] = [line for line in said if line["event"] == "routed_experts_pass_the_bus"]
+    assert line["log_level"] == "warning"
+    assert files(store) == []
+
+
+async def test_a_shards_process_that_begins_again_is_found_and_few_experts_stay_in_the_message(bus, store):
+    sender = ExpertSender(bus)
+    urls = set()
+    for sample in range(2):
+        async with taking(bus, store.directory):
+            assert (await sender.lightened(0, batch(0, sample))).apart is not None
+            urls.add((await place(bus)).url)
+            few = replace(make_trajectory(2, 0, tokens=9), routed_experts=bytes(8), moe_layers=1,
+                          experts_per_token=1)  # fmt: skip
+            short = TrajectoryBatch.of([few])
+            assert await sender.lightened(0, short) is short
+    assert len(urls) == 2
+    assert len(files(store)) == 2
+
+
+async def test_other_bytes_than_the_digest_says_and_other_names_are_not_taken(bus, store):
+    name = f"0-{sha256_of([b'experts']).hex()}"
+    async with taking(bus, store.directory), aiohttp.ClientSession() as session:
+        url = (await place(bus)).url
+        for path, data, status in (
+            (name, b"other", 422), ("0-..", b"x", 404), ("7" + name[1:], b"experts", 404),
+            (name, b"experts", 201), (name, b"experts", 201),
+        ):  # fmt: skip
+            async with session.put(f"{url}/{path}", data=data) as answer:
+                assert answer.status == status, path
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        cut = f"0-{sha256_of([b'whole']).hex()}"
+        writer.write(f"PUT /{cut} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nwho".encode())
+        await writer.drain()
+        await until(lambda: len(files(store)) == 2)
+        writer.close()  # the actor ends
+        await until(lambda: len(files(store)) == 1)
+        assert await reader.read() == b""
+    assert [path.name for path in files(store)] == [name[2:]]
+
+
+async def test_files_that_no_message_names_go_when_the_shard_has_taken_all(bus, store, monkeypatch):
+    monkeypatch.setattr("storage.shard.routed_experts.LOOK_S", 0.02)
+    monkeypatch.setattr(bus, "patience_s", 5.0)
+    async with taking(bus, store.directory):
+        sender = ExpertSender(bus)
+        left, waiting = [await sender.lightened(0, batch(0, sample)) for sample in range(2)]
+    old = store.directory / DIRECTORY / left.apart.sha256.hex()
+    for path in files(store):
+        os.utime(path, (time.time() - 60, time.time() - 60))
+    await publish(bus, waiting)
+    tended = ExpertFiles(store.directory)
+    async with running(lambda stop: tended.tend(bus, 0, stop)):
+        await asyncio.sleep(0.1)
+        assert len(files(store)) == 2, "a message waits, and may name them"
+    async with running(make_shard(bus, store, 0).run):
+        await until(lambda: store.trajectories == 1)
+        await until(lambda: not old.exists())
+
+
+async def test_a_batch_ends_with_the_message_that_brings_it_to_its_bytes(bus, monkeypatch):
+    monkeypatch.setattr(consume, "AHEAD_BYTES", 1 << 20)
+    for lease_id in range(0, 8, 2):
+        await publish(bus, batch(lease_id, 0).without_experts(bytes(32)))
+    sizes: list[int] = []
+
+    async def handle(batches: list[TrajectoryBatch]) -> None:
+        sizes.append(len(batches))
+
+    inbox = Inbox(bus, "TRAJECTORIES", "shard-0")
+    async with running(
+        lambda stop: consume_batches(
+            inbox, bus, TrajectoryBatch, handle, stop=stop, limit=64,
+            apart_bytes=lambda batch: batch.apart_bytes,
+        )
+    ):  # fmt: skip
+        await until(lambda: sum(sizes) == 4)
+    assert sizes == [1, 1, 1, 1]
+
+
+async def test_on_a_secured_bus_only_actors_send_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_sender, "ANSWER_TIMEOUT_S", 0.5)
+    async with secured_bus(tmp_path, "mine") as (secure, _):
+        as_role = by_role(secure)
+        await make_streams(as_role)
+        async with as_role("storage") as storage, taking(storage, tmp_path):
+            async with as_role("actor") as actor:
+                light = await ExpertSender(actor).lightened(0, batch(0, 0))
+                assert light.apart is not None
+                found = await place(actor)
+                assert found.url.startswith("https://")
+            async with aiohttp.ClientSession() as session:
+                target = f"{found.url}/0-{'0' * 64}"
+                async with session.put(target, data=b"x", ssl=False) as answer:
+                    assert answer.status == 401
+            async with as_role("judge") as judge:
+                with pytest.raises(BusError):
+                    await judge.request(
+                        judge.subject("rpc", "experts", 0), ExpertsPlaceAsked(), ExpertsPlace, timeout_s=0.5
+                    )
+    assert len(list((tmp_path / DIRECTORY).iterdir())) == 1
