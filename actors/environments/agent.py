@@ -57,7 +57,7 @@ class AgentEnvironment:
 
     def __init__(self, config: AgentConfig, scoring: AnswerScoring | None, finish_within_s: float) -> None:
         self._config = config
-        self._runner = ProgramRunner(config.isolation)
+        self._runner = ProgramRunner(config.isolation, config.programs + config.heldout_programs)
         self._descriptions = TaskDescriptions(config.shown_metadata)
         self._finish_within_s = finish_within_s
         self._scoring = scoring

@@ -56,7 +56,7 @@ class LongLivedAgent:
 
     def __init__(self, config: AgentConfig, scoring: AnswerScoring | None, finish_within_s: float) -> None:
         self._config = config
-        self._runner = ProgramRunner(config.isolation)
+        self._runner = ProgramRunner(config.isolation, config.programs)
         limits = ClientsConfig(
             claim_timeout_s=inf,  # what waits may wait for others that take long
             idle_timeout_s=config.program_timeout_s,

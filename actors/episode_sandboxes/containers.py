@@ -22,9 +22,9 @@ import structlog
 from actors.episode_sandboxes import relay
 from actors.episode_sandboxes.base import GATEWAY_PORT, NEAR, WORKSPACE, Command, CommandEnd, CommandResult
 from actors.episode_sandboxes.cpu_groups import PERIOD_US
-from actors.episode_sandboxes.owner import OWNER, is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
+from actors.sandboxes.owner import OWNER, is_orphan, this_process
 from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
 from bus.errors import ConfigError
 from bus.waiting import cancelled

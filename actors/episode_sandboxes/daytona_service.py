@@ -11,7 +11,7 @@ from daytona.common.errors import DaytonaError, DaytonaGoneError, DaytonaNotFoun
 
 from actors.episode_sandboxes.hosted import WayOut, told
 from actors.episode_sandboxes.hosted_commands import HostedSandbox
-from actors.episode_sandboxes.owner import OWNER
+from actors.sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 
 failures = partial(

@@ -9,7 +9,7 @@ from e2b import AsyncSandbox
 
 from actors.episode_sandboxes.hosted import WayOut, told
 from actors.episode_sandboxes.hosted_commands import HostedSandbox
-from actors.episode_sandboxes.owner import OWNER
+from actors.sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 
 USER = "root"

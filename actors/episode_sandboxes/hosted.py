@@ -11,8 +11,8 @@ import structlog
 
 from actors.episode_sandboxes.base import host_and_port
 from actors.episode_sandboxes.hosted_commands import HostedSandbox, ScriptedSandbox, end_sandbox
-from actors.episode_sandboxes.owner import is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
+from actors.sandboxes.owner import is_orphan, this_process
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 from bus.waiting import cancelled, retrieve_exception
 

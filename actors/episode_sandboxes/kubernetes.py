@@ -22,9 +22,9 @@ import structlog
 
 from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult, host_and_port
 from actors.episode_sandboxes.containers import END_EXEC, KILLED, OF_MEMORY
-from actors.episode_sandboxes.owner import OWNER, is_orphan, this_process
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
+from actors.sandboxes.owner import OWNER, is_orphan, this_process
 from actors.settings.episode_sandboxes import KubernetesSandboxes, SandboxLimits
 from bus.errors import ConfigError
 from bus.process.plugins import refuse_of_record

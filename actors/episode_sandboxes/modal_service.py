@@ -10,7 +10,7 @@ from modal import exception
 
 from actors.episode_sandboxes.hosted import WayOut, told
 from actors.episode_sandboxes.hosted_commands import HostedSandbox
-from actors.episode_sandboxes.owner import OWNER
+from actors.sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 
 WRITE = 'mkdir -p "$(dirname "$0")" && cat > "$0"'

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.episode_sandboxes.base import GATEWAY_PORT, NEAR, Command, CommandResult
-from actors.episode_sandboxes.cpu_groups import CpuGroup, CpuGroups
+from actors.episode_sandboxes.cpu_groups import CpuGroups
 from actors.episode_sandboxes.guest import PROGRAMS
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, GuestSettings
 from actors.episodes.errors import ToolError
 from actors.programs.hidden import hidden_paths
 from actors.sandboxes.as_json import to_json
+from actors.sandboxes.control_groups import ControlGroup
 from actors.sandboxes.sandbox import package_directories
 from actors.sandboxes.server_process import received, sealed_file, started_server
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
@@ -125,7 +126,7 @@ def _hidden_below(shown: Sequence[str]) -> list[str]:
 class NamespaceSandbox:
     """One sandbox, which lives until its socket is closed."""
 
-    def __init__(self, control: socket.socket, group: CpuGroup | None) -> None:
+    def __init__(self, control: socket.socket, group: ControlGroup | None) -> None:
         self._control = control
         self._group = group
 

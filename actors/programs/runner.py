@@ -13,8 +13,16 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +30,13 @@ import structlog
 
 from actors.programs.confinement import PRIVATE
 from actors.programs.hidden import hidden_paths
+from actors.programs.memory_groups import MemoryGroup, MemoryGroups
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
 from actors.sandboxes.as_json import to_json
 from actors.sandboxes.server_process import LARGEST_PACKET, received, sealed_file, spawned
 from actors.settings.agents import IsolationConfig
 from bus.errors import ConfigError, SluiceError
-from bus.process.host_limits import kills_for_memory
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -84,13 +92,15 @@ class ProgramRunner:
     Raises ConfigError where the host allows no namespaces and they are required, or for a user who is not
     there."""
 
-    def __init__(self, config: IsolationConfig) -> None:
+    def __init__(self, config: IsolationConfig, at_once: int = 1) -> None:
+        """Take the number of programs `at_once`, which share the memory of this host."""
         self._config = config
         self._user = _user_of(config)
         self._base = Path(tempfile.gettempdir(), f"{EPISODES}-{os.geteuid()}").resolve()
         self._start()
         self.isolates = self._probe()
         """Whether programs get namespaces of their own."""
+        self._groups = MemoryGroups.found(at_once) if self.isolates else None
 
     @property
     def gives_network(self) -> bool:
@@ -118,7 +128,7 @@ class ProgramRunner:
         """Run a program until it ends; `None` sets no bound.
 
         Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host, which
-        may have killed some of its processes to have memory, and OSError. However this ends, also by
+        may have had no memory left for its share of it, and OSError. However this ends, also by
         cancellation, no process that the program has started is left.
 
         Args:
@@ -127,26 +137,24 @@ class ProgramRunner:
             most_output_bytes: output after which it is ended.
             port: where the gateway listens on the loopback of the program's own, if it has one.
             serve: has the gateway listen there."""
-        before = kills_for_memory()
-        try:
-            ended = await self._run(program, timeout_s, most_output_bytes, port, serve)
-            failure = f"status {ended.status}: {ended.output}" if ended.status else ""
-        except ProgramFailedError as error:
-            if kills_for_memory() == before:
+        with self._groups.group() if self._groups is not None else nullcontext() as memory:
+            try:
+                ended = await self._run(program, timeout_s, most_output_bytes, port, serve, memory)
+            except ProgramFailedError as error:
+                _refuse_short_memory(memory, str(error))
                 raise
-            failure = str(error)
-        if failure and kills_for_memory() != before:
-            raise ProgramError(f"this host had no memory left and killed a process while it ran; {failure}")
-        return ended
+            if ended.status:
+                _refuse_short_memory(memory, f"status {ended.status}: {ended.output}")
+            return ended
 
     async def _run(
         self, program: Program, timeout_s: float | None, most_output_bytes: int | None,
-        port: int | None, serve: Serve | None,
+        port: int | None, serve: Serve | None, memory: MemoryGroup | None,
     ) -> ProgramEnd:  # fmt: skip
         async with AsyncExitStack() as opened:
             output, writing = await opened.enter_async_context(output_pipe(most_output_bytes))
             request = self._request(program, port if self.gives_network else None)
-            report = opened.enter_context(await self._begun(request, program.handed, writing, opened))
+            report = opened.enter_context(await self._begun(request, program.handed, writing, opened, memory))
             ending = asyncio.create_task(
                 _reported(report, serve if self.gives_network else None), name=f"run {program.command[0]}"
             )
@@ -219,8 +227,9 @@ class ProgramRunner:
         return {**own, **program.variables}
 
     async def _begun(
-        self, request: ProgramRequest, handed: bytes | None, writing: int, opened: AsyncExitStack
-    ) -> socket.socket:
+        self, request: ProgramRequest, handed: bytes | None, writing: int, opened: AsyncExitStack,
+        memory: MemoryGroup | None,
+    ) -> socket.socket:  # fmt: skip
         """Ask for the program; return the socket that tells its end. `writing` is closed here."""
         report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         report.setblocking(False)
@@ -229,7 +238,8 @@ class ProgramRunner:
             sent.enter_context(theirs)
             sealed = sealed_file(to_json(request).encode(), sent)
             stdin = await _stdin(handed, sent, opened)
-            self._send([sealed, stdin, writing, theirs.fileno()])
+            joined = sent.enter_context(FileIO(os.devnull, "w") if memory is None else memory.group.joining())
+            self._send([sealed, stdin, writing, theirs.fileno(), joined.fileno()])
         return report
 
     def _send(self, descriptors: list[int]) -> None:
@@ -252,6 +262,12 @@ class ProgramRunner:
         return False
 
 
+def _refuse_short_memory(memory: MemoryGroup | None, failure: str) -> None:
+    """Raise ProgramError for a failure of a program that its host had no memory for."""
+    if memory is not None and memory.was_short():
+        raise ProgramError(f"this host had no memory left and killed a process of it; {failure}")
+
+
 def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None, base: Path) -> str | None:
     """Run a program that does nothing in namespaces; return why that failed."""
     report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -263,7 +279,7 @@ def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None, base
         sent.enter_context(theirs)
         null = os.open(os.devnull, os.O_RDWR)
         sent.callback(os.close, null)
-        send([sealed_file(to_json(request).encode(), sent), null, null, theirs.fileno()])
+        send([sealed_file(to_json(request).encode(), sent), null, null, theirs.fileno(), null])
         sent.close()
         try:
             while True:

@@ -35,6 +35,8 @@ class ProgramDescriptors(NamedTuple):
     output: int
     report: int
     """Socket for how it ended, by which the actor also stops it."""
+    group: int
+    """File by which it joins a control group; /dev/null where it has none."""
 
 
 def main() -> None:
@@ -86,10 +88,13 @@ def _run(
     if first == 0:
         report.close()
         os.close(told)
+        with suppress(PermissionError):  # before Linux 5.16 another user's process may not join
+            os.write(given.group, b"0")
+        os.close(given.group)
         with os.fdopen(tells, "w") as answer:
             json.dump(watch(request, given.stdin, given.output)._asdict(), answer)
         os._exit(0)
-    for descriptor in (tells, given.stdin, given.output):
+    for descriptor in (tells, given.stdin, given.output, given.group):
         os.close(descriptor)
     _wait(first, report)
     os.waitpid(first, 0)  # in a namespace of its own, all that the program left ends with it

@@ -11,6 +11,8 @@ ROOT = Path("/")
 """Where `proc` and `sys` are mounted."""
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 """Files with the limit of a cgroup, of the kernel's two versions of cgroups."""
+MEMORY_KILLS = ("memory.events", "memory.oom_control")
+"""Files with the number of processes of a cgroup that were killed for lack of memory."""
 
 LEAST_BYTES = 20_000_000
 """Size of a model's weights from which on several threads compute it sooner than one."""
@@ -63,11 +65,10 @@ def cpu_threads(chosen: int | None, model_bytes: int, *, processes: int = 1) -> 
     return 1 if model_bytes < LEAST_BYTES else max(1, usable_cores() // processes)
 
 
-def kills_for_memory(root: Path = ROOT) -> int:
-    """Return how many processes this host has killed since it started because it had no memory left.
-
-    Those of a container's own limit are among them (`oom_kill` of proc_vmstat(5)); 0 where no host tells."""
-    return _kills_in(root / "proc/vmstat")
+def kills_in_group(group: Path) -> int:
+    """Return how many processes of a cgroup the kernel has killed for lack of memory, of the host or a group;
+    0 where the group counts none."""
+    return sum(_kills_in(group / name) for name in MEMORY_KILLS)
 
 
 def _quotas(root: Path) -> Iterator[float]:
@@ -83,9 +84,8 @@ def _quotas(root: Path) -> Iterator[float]:
 def _killed(root: Path) -> tuple[int, int]:
     """Return the kernel's counts of processes that it killed for lack of memory: in this process's cgroups,
     and on this host."""
-    names = ("memory.events", "memory.oom_control")
-    own = sum(_kills_in(group / name) for group in _groups("memory", root) for name in names)
-    return own, kills_for_memory(root)
+    own = sum(kills_in_group(group) for group in _groups("memory", root))
+    return own, _kills_in(root / "proc/vmstat")
 
 
 def _kills_in(file: Path) -> int:

@@ -23,7 +23,7 @@ from actors.episodes.episode import Episode
 from actors.episodes.errors import REWARD_FAULT, EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from actors.programs import runner
+from actors.programs import memory_groups
 from actors.programs.runner import ProgramFailedError
 from actors.programs.watch import below
 from actors.rewards.base import RewardError
@@ -35,6 +35,7 @@ from actors.settings.panel import DebateConfig, PanelConfig
 from bus.errors import HandBackError, RequestRefusedError
 from tests.actors.environments.test_payment import Schemer
 from tests.actors.gateway.served import TOKENIZER, encoded
+from tests.actors.programs.memory_kills import killed_elsewhere
 from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="g00000000.0", prompt="earn", label="right")
@@ -53,12 +54,6 @@ AGENT = Path(__file__).with_name("shell_agent.py").read_text()
 Run = Callable[..., asyncio.Future[Episode]]
 
 
-@pytest.fixture(autouse=True)
-def quiet_host(monkeypatch):
-    """Other tests have this host kill processes for memory, which would explain any failure of a program."""
-    monkeypatch.setattr(runner, "kills_for_memory", lambda: 0)
-
-
 @asynccontextmanager
 async def agents(tmp_path: Path, verifier: str = VERIFIER, **settings: object) -> AsyncIterator[Run]:
     """Yield what runs an episode of a policy with a shell, which a verifier judges."""
@@ -72,8 +67,8 @@ async def agents(tmp_path: Path, verifier: str = VERIFIER, **settings: object) -
         )
     )
 
-    async def run(*commands: str, task: Task = TASK) -> Episode:
-        return await environment.run(task, Schemer([*commands]).policy)
+    async def run(*commands: str, task: Task = TASK, policy: Policy | None = None) -> Episode:
+        return await environment.run(task, policy or Schemer([*commands]).policy)
 
     try:
         yield run
@@ -165,11 +160,25 @@ async def test_program_that_fails_is_the_policys_fault_once_one_has_ended_well(t
         assert "status -9" in str(part.metadata[REWARD_FAULT])
 
 
-async def test_program_that_the_host_kills_is_nobodys_fault(tmp_path: Path, monkeypatch):
+async def test_kill_for_memory_elsewhere_excuses_no_program(tmp_path: Path):
+    """A policy has such a kill at will, as where a container of its own has a limit of memory."""
+    async with agents(tmp_path, unfinished_reward=-1.0) as run:
+        await run("true")
+        schemer = Schemer(["kill -9 $PPID"])
+        answered = schemer.engine.generate
+
+        async def provoking(request):
+            await killed_elsewhere()
+            return await answered(request)
+
+        schemer.engine.generate = provoking
+        assert scored(await run(policy=schemer.policy)) == (-1.0, True)
+
+
+async def test_program_that_its_host_has_no_memory_for_is_nobodys_fault(tmp_path: Path, monkeypatch):
     async with agents(tmp_path) as run:
         await run("true")
-        kills = iter(range(100))
-        monkeypatch.setattr(runner, "kills_for_memory", lambda: next(kills))
+        monkeypatch.setattr(memory_groups, "kills_in_group", lambda _: 1)
         with pytest.raises(EpisodeError, match=r"no memory left and killed a process.*status -9") as failed:
             await run("kill -9 $PPID")
         assert end_after(failed.value) == "environment_error"

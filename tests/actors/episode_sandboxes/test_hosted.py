@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from actors.episode_sandboxes import hosted, hosted_commands, owner
+from actors.episode_sandboxes import hosted, hosted_commands
 from actors.episode_sandboxes.base import Command, EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.hosted import HostedBackend, WayOut
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episodes.errors import ToolError, ToolFailedError
+from actors.sandboxes import owner
 from actors.settings.episode_sandboxes import (
     ContainerSandboxes,
     HostedSandboxes,
@@ -109,7 +110,7 @@ async def test_a_sandbox_of_a_service_does_what_a_near_one_does(monkeypatch):
 
 
 async def test_what_an_actor_left_is_ended_by_the_next_one_of_its_host():
-    told = "from actors.episode_sandboxes import owner; print(owner.this_process())"
+    told = "from actors.sandboxes import owner; print(owner.this_process())"
     gone = (await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", told], text=True)).strip()
     async with backend_of() as (backend, service):
         others = ("0123456789abcdef-1", "[1.5, 7, 2.5]")  # of another host, and of another program

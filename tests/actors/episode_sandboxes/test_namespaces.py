@@ -11,13 +11,13 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from actors.episode_sandboxes import cpu_groups
 from actors.episode_sandboxes.base import Command, EpisodeSandbox, SandboxFileError
 from actors.episode_sandboxes.cpu_groups import CpuGroups
 from actors.episode_sandboxes.namespaces import NamespaceBackend, NamespaceSandbox
-from actors.episode_sandboxes.owner import this_process
 from actors.episodes.errors import ToolError
 from actors.programs import hidden
+from actors.sandboxes import control_groups
+from actors.sandboxes.owner import this_process
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said, sandbox_of, shell
@@ -112,7 +112,7 @@ async def test_a_sandbox_is_held_to_its_processors():
 
 
 async def test_without_control_groups_the_actor_goes_before_its_sandboxes(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_groups, "MOUNT", tmp_path)
+    monkeypatch.setattr(control_groups, "MOUNT", tmp_path)
     with capture_logs() as logs:
         async with sandbox_of() as sandbox:
             assert int(await said(sandbox, "nice")) == min(os.nice(0) + 10, 19)

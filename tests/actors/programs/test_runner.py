@@ -7,18 +7,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from actors.environments.agent_program import needed_files
-from actors.programs import hidden
+from actors.programs import hidden, memory_groups
 from actors.programs import runner as actor_side
-from actors.programs.runner import Program, ProgramEnd, ProgramRunner
+from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
+from actors.sandboxes import control_groups
 from actors.settings.agents import IsolationConfig
 from bus.errors import ConfigError
 from tests.actors.environments.test_agent import running
 from tests.actors.gateway.served import until
+from tests.actors.programs.memory_kills import short_of_memory, taking
 
 VARIABLES = {"PATH": os.environ["PATH"]}
 
@@ -167,6 +171,34 @@ async def test_where_memory_is_short_the_kernel_ends_a_program_before_its_actor(
     script = "cat /proc/self/oom_score_adj; echo -500 > /proc/self/oom_score_adj"
     end = await ran(runner, f"{script} || cat /proc/self/oom_score_adj")
     assert [line for line in end.output.splitlines() if line.isdecimal()] == ["1000", "1000"]
+    await runner.close()
+
+
+@pytest.mark.parametrize(("takes_mb", "blames_the_host"), [(30, True), (100, False)])
+async def test_kill_for_memory_is_the_hosts_fault_where_the_program_took_no_more_than_its_share(
+    monkeypatch, tmp_path, takes_mb, blames_the_host
+):
+    monkeypatch.setattr(memory_groups, "memory_bytes", lambda: 120 << 20)
+    with short_of_memory(120) as above:
+        monkeypatch.setattr(control_groups, "_candidates", lambda _: [above.path])
+        runner = ProgramRunner(IsolationConfig(writable=(tmp_path,)), at_once=2)
+        taken = f'x = bytearray({takes_mb} << 20); open("{tmp_path}/taken", "w"); import time; time.sleep(60)'
+        running = asyncio.create_task(ran(runner, f"{sys.executable} -S -c '{taken}'; kill -9 $$"))
+        await until((tmp_path / "taken").exists, "the program to take its memory")
+        assert await taking(above, 100) == 0
+        with pytest.raises(ProgramError, match="had no memory left") if blames_the_host else nullcontext():
+            assert (await running).status == -9
+        assert not [path for path in above.path.iterdir() if path.is_dir()], "its group is gone"
+        await runner.close()
+
+
+async def test_without_control_groups_of_memory_no_kill_is_the_hosts_fault(monkeypatch, tmp_path):
+    monkeypatch.setattr(control_groups, "MOUNT", tmp_path)
+    with capture_logs() as logs:
+        runner = ProgramRunner(IsolationConfig())
+    [told] = [one for one in logs if one["event"] == "memory_of_programs_is_not_counted"]
+    assert str(tmp_path / "memory") in told["reason"] or "memory are mounted" in told["reason"]
+    assert (await ran(runner, "kill -9 $$")).status == -9
     await runner.close()
 
 

@@ -9,10 +9,10 @@ from importlib import import_module
 
 import pytest
 
-from actors.episode_sandboxes import owner
 from actors.episode_sandboxes.base import EpisodeSandbox
 from actors.episode_sandboxes.build import build_backend
 from actors.episodes.errors import ToolError, ToolFailedError
+from actors.sandboxes import owner
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 from tests.actors.episode_sandboxes.backends import said
 from tests.actors.episode_sandboxes.protocol import does_what_a_sandbox_does
