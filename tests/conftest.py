@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import hypothesis
-import nats
 import pytest
 import structlog
 
@@ -19,10 +18,10 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.server.nats_server import NatsServer
 from bus.streams import consume
-from bus.topology import ensure
 from storage.dispatch import dispatcher
 from tests.command_line import arguments_assembled_once
 from tests.object_store import ObjectStore
+from tests.stream_requests import StreamRequests
 
 hypothesis.settings.load_profile("ci")  # the same examples everywhere, however slow the machine
 gc.disable()  # until all is imported and collected, of which hardly anything is garbage
@@ -31,6 +30,8 @@ gc.unfreeze = lambda: (
     None
 )  # what is imported stays frozen when a service that a test ran in this process ends
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
+os.environ.setdefault("GOMAXPROCS", "1")  # nats-server's threads too
+os.environ.setdefault("GOGC", "1000")  # and it would look for garbage in its few MB all the time
 IN_MEMORY = Path("/dev/shm")
 IN_MEMORY_BYTES = 16 << 30
 """Room there that suffices: tests use some MiB, but nats-server takes as many streams as three quarters of it
@@ -145,17 +146,9 @@ def bus_server(request: pytest.FixtureRequest) -> NatsServer:
     if "server" in request.fixturenames:
         return request.getfixturevalue("server")
     running = request.getfixturevalue("shared_server")
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        runner.run(remove_streams(running.url))
+    with StreamRequests(running.url) as requests:
+        requests.remove_all()
     return running
-
-
-async def remove_streams(url: str) -> None:
-    """Remove what earlier tests left on a server."""
-    connected = await nats.connect(url)
-    js = connected.jetstream()
-    await asyncio.gather(*(js.delete_stream(str(found.config.name)) for found in await js.streams_info()))
-    await connected.close()
 
 
 @pytest.fixture
@@ -165,11 +158,11 @@ def connect(bus_server: NatsServer) -> Connect:
 
 
 @pytest.fixture
-async def bus(connect: Connect, quick: None) -> AsyncIterator[Bus]:
+async def bus(bus_server: NatsServer, connect: Connect, quick: None) -> AsyncIterator[Bus]:
     """A connection for run "test" with its streams, the consumers of two shards and its keys."""
     async with connect("test") as connected:
-        await ensure(connected.js, connected.topology, shards=2)
-        await connected.create_keys()
+        with StreamRequests(bus_server.url) as requests:
+            requests.create(connected.topology, shards=2)
         yield connected
 
 

@@ -17,8 +17,12 @@ STREAMS = {"TASKS", "TRAJECTORIES", "TRAJECTORIES-1", "OUTCOMES", "WEIGHTS", "FI
 
 
 @pytest.mark.nats
-async def test_ensure_creates_what_is_missing_and_says_which_streams_were_new(bus: Bus):
+async def test_ensure_creates_what_is_missing_and_says_which_streams_were_new(
+    bus: Bus, capsys: pytest.CaptureFixture
+):
     assert await ensure(bus.js, bus.topology, shards=2) == set()
+    await bus.create_keys()
+    assert "stream_updated" not in capsys.readouterr().out, "the fixture makes those that ensure does"
     await bus.js.delete_stream(bus.topology.stream("TASKS"))
     assert await ensure(bus.js, bus.topology, shards=2) == {"TASKS"}
     assert await bus.js.consumer_info(bus.topology.stream("TASKS"), "evaluation")

@@ -167,16 +167,20 @@ async def test_advertised_url_without_tls_is_refused(learner: Bus, tmp_path: Pat
 
 
 async def test_token_is_in_no_log_repr_or_url(
-    actor: Bus, origin: HttpBlobs, capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+    actor: Bus, origin: HttpBlobs, capfd: pytest.CaptureFixture, request: pytest.FixtureRequest
 ):
-    caplog.set_level(logging.DEBUG)
+    everything = logging.StreamHandler()  # to stderr
+    request.addfinalizer(partial(logging.root.removeHandler, everything))
+    request.addfinalizer(partial(logging.root.setLevel, logging.root.level))
+    logging.root.addHandler(everything)
+    logging.root.setLevel(logging.DEBUG)
     ref = await origin.put([b"weights"], "one", 1)
     access = await ask_access(actor, ref.origin)
     assert access is not None
     await origin.delete(ref)
     with pytest.raises(BusError, match="404") as failed:
         await Blobs(actor).get(ref)
-    said = f"{caplog.text}{''.join(capfd.readouterr())}{failed.value!r}{access!r}{ref!r}"
+    said = f"{''.join(capfd.readouterr())}{failed.value!r}{access!r}{ref!r}"
     assert access.token not in said
 
 
