@@ -78,8 +78,6 @@ OTHER_BUILD = "other_build"
 """Kind of the `SchemaError` for a message that is whole, and of a build with which this one cannot talk."""
 _SCALARS = frozenset((types.NoneType, bool, int, float, str))
 _STRINGS = frozenset((str,))
-
-
 _Field = tuple[str, Convert | None, Convert, Callable[[], Any] | None]
 """Name of a field, how it is packed (None: unchanged) and unpacked, and what makes its default. It is a plain
 tuple because each trajectory has more than fourteen fields and unpacking a tuple is fastest."""

@@ -49,28 +49,21 @@ class StreamsConfig(Config):
 
     replicas: int = Field(1, ge=1, le=5)
     """Servers of a cluster that keep each stream: 3 survive the loss of one."""
-
     tasks_mib: int = Field(256, ge=16)
     """Largest size of the stream of leases and evaluation tasks."""
-
     trajectories_mib: int = Field(1024, ge=16)
     """Largest size of the streams of trajectories that storage has not taken, together: each shard's has the
     same part of it, 16 MiB at least. Actors wait when the stream is full that they publish to. Routed experts
     that actors send to shards themselves may take as much again on the shards' disks."""
-
     outcomes_mib: int = Field(256, ge=16)
     """Largest size of the stream of rejections, late rewards and answers to held-out prompts that storage has
     not taken yet."""
-
     weights_mib: int = Field(2048, ge=16)
     """Largest size of the stream of weights, for the transport `bus`; the oldest go when it is full."""
-
     files_mib: int = Field(512, ge=16)
     """Largest size of the stream of model files and prompts."""
-
     events_mib: int = Field(256, ge=16)
     """Largest size of the stream of metrics and evaluation results; the oldest go when it is full."""
-
     dead_mib: int = Field(256, ge=16)
     """Largest size of the stream of messages that were set aside; the oldest go when it is full."""
 
@@ -80,22 +73,16 @@ class BusConfig(Config):
 
     url: str = "nats://127.0.0.1:4222"
     """NATS server, as nats://[user:password@]host:port; commas separate several servers."""
-
     creds: Path | None = None
     """Credentials file of this process, which `launch bus --secure` made."""
-
     domain: str | None = Field(None, pattern=r"^[^\s.*>$]+$")
     """JetStream domain of the servers that keep the run's streams, for a process that connects to a leaf
     node. `None` means the JetStream of the server that it connects to."""
-
     connect_timeout_s: float = Field(10.0, gt=0)
     """Longest time that a starting process waits for the bus before it ends with status 75."""
-
     join_timeout_s: float = Field(60.0, gt=0)
     """Longest time that a learner or actor waits for the run's storage before it ends with status 75."""
-
     streams: StreamsConfig = StreamsConfig()
-
     patience_s: float = Field(3600.0, gt=0)
     """Longest time that a running process waits for a bus or a storage that is away. Then it goes on where it
     was; after this time it ends with status 75, which means that it may be started again."""
@@ -112,11 +99,9 @@ class AllowConfig(Config):
     plugins_from: tuple[Path, ...] = ()
     """Directories of the modules that a run may import here, besides what is built in; links that lead out
     of them do not count. Without any, a module may lie anywhere."""
-
     engine_python: Path | None = None
     """Interpreter that SGLang's servers run with here, whatever the run's record names; their environment
     variables are then this host's own as well."""
-
     insecure: bool = False
     """Whether to import and run what the record names on a bus beyond loopback that asks for no credentials:
     for a network that is yours alone."""
@@ -128,11 +113,9 @@ class ColocationConfig(Config):
     enabled: bool = False
     """Engines on the learner's host stop and free their memory while it trains, and have the memory while it
     waits for a batch. Actors on other hosts go on. Set it to false for an actor with devices of its own."""
-
     lapse_s: float = Field(15.0, ge=3)
     """Seconds of silence after which a process counts as dead: a learner's claim on the devices ends, and the
     learner stops waiting for an actor. Both send a sign of life every second."""
-
     yield_timeout_s: float = Field(1800.0, gt=0)
     """Longest time that the learner waits for engines, also for one that is starting, to free their devices.
     Then it ends with an error that names them."""

@@ -17,13 +17,10 @@ from bus.errors import BusError, ConfigError
 log = structlog.get_logger()
 ACK_WAIT_S = 30.0
 """Seconds without ack or progress after which a message is delivered to another consumer."""
-
 DUPLICATE_WINDOW_S = 120
 """Seconds within which a message with the same id is a duplicate."""
-
 MAX_PULLERS = 1 << 16
 """Pulls that may wait on one consumer; the server's default of 512 would refuse further actors."""
-
 NO_ROOM = 10047
 """Code by which nats-server refuses a stream whose bound is above the room that is left."""
 TRAJECTORIES = "TRAJECTORIES"

@@ -19,7 +19,6 @@ from bus.security.permissions import TAKEN
 from bus.waiting import GarbledAnswerError
 
 log = structlog.get_logger()
-
 PART = "Sluice-Part"
 """Header that numbers the pieces of one answer, since core NATS may lose some when a connection breaks."""
 MORE = "Sluice-More"

@@ -37,8 +37,6 @@ STALLED_S = 60.0
 LONGEST_DELAY_S = 20.0
 LONGEST_LOOK_S = 5.0
 """Upper bound on the time counted between two looks; a consumer that pulls looks more often."""
-
-
 OnUnreadable = Callable[[str, str, SchemaError], Awaitable[None]]
 """Is called with subject, message id and error of a message that nobody can read, before it is set aside."""
 

@@ -35,8 +35,6 @@ LARGE_PAUSE_S = 5.0
 """Longest pause before a message of `LARGE_BYTES` is sent again whole to a stream that is full."""
 STREAM_FULL = frozenset({10077, 10047, 10023})
 """Error codes of `discard: new` and of resource limits: wait, since space returns as others ack."""
-
-
 PARTS_IN_FLIGHT = 16
 """Parts that await their ack at a time: few enough for a slow connection to ack them in `ACK_TIMEOUT_S`."""
 T = TypeVar("T")

@@ -14,10 +14,8 @@ class AdvantageEstimator(Choice):
 
     whitens: ClassVar[bool] = False
     """Its advantages have mean 0 and variance 1 over the step already."""
-
     needs_critic: ClassVar[bool] = False
     """It goes by what a critic predicts."""
-
     takes_negative_rewards: ClassVar[bool] = True
     """It is defined for rewards below 0."""
 
@@ -33,7 +31,6 @@ class RelativeAdvantage(AdvantageEstimator):
     normalize_std: bool = True
     """Divide by the population standard deviation of what is compared. `False` only removes the mean, as Dr.
     GRPO (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
-
     std_floor: float = Field(1e-4, ge=0)
     """Added to the standard deviation before the division."""
 
@@ -58,7 +55,6 @@ class OAPLAdvantage(AdvantageEstimator):
 
     type: Literal["oapl"] = "oapl"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:oapl_advantages"
-
     value_kl_weight: float = Field(1.0, gt=0)
     """Number b, in units of the reward: a small one makes the best reward of the group its value, a large one
     the mean."""
@@ -80,11 +76,9 @@ class GDPOAdvantage(AdvantageEstimator):
     type: Literal["gdpo"] = "gdpo"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:gdpo_advantages"
     whitens: ClassVar[bool] = True
-
     rewards: dict[str, float] = Field(min_length=1)
     """Weights of the parts of the outcome's reward, by name (`reward_components` of a trajectory). A reward
     that comes late has no parts, and so no effect."""
-
     std_floor: float = Field(1e-4, ge=0)
     """Added to the standard deviation before the division."""
 
@@ -99,7 +93,6 @@ class ReinforcePPAdvantage(AdvantageEstimator):
     type: Literal["reinforce_pp"] = "reinforce_pp"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.reinforce_pp:reinforce_pp_advantages"
     whitens: ClassVar[bool] = True
-
     discount_per_token: float = Field(1.0, gt=0, le=1)
     """Factor of what comes a token later."""
 
@@ -117,10 +110,8 @@ class DiscountedReturns(RelativeAdvantage):
 
     type: Literal["discounted_returns"] = "discounted_returns"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.turns:discounted_return_advantages"
-
     discount_per_turn: float = Field(1.0, gt=0, le=1)
     """Factor of what comes a turn later."""
-
     baseline: Literal["turn", "none"] = "turn"
     """Compare a return with those of the same turn in the agent's other rollouts (arXiv:2511.14846), or leave
     it as it is."""
@@ -132,7 +123,6 @@ class TurnCredit(RelativeAdvantage):
 
     type: Literal["turn_credit"] = "turn_credit"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.turns:turn_credit_advantages"
-
     outcome_coef: float = Field(1.0, ge=0)
     """Weight of the outcome in a turn that has a reward of its own."""
 
@@ -142,7 +132,6 @@ class HierarchicalAdvantage(RelativeAdvantage):
 
     type: Literal["hierarchical"] = "hierarchical"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.group_baselines:hierarchical_advantages"
-
     within_episode: tuple[str, ...] = Field(min_length=1)
     """Agents whose trajectories in an episode are attempts at the same thing, such as the solvers of a
     problem that another agent posed."""
@@ -154,10 +143,8 @@ class RAEAdvantage(AdvantageEstimator):
 
     type: Literal["rae"] = "rae"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.rae:rae_advantages"
-
     decay: float = Field(0.95, ge=0, lt=1)
     """Weight of the past in the average at each episode."""
-
     metadata_key: str | None = None
     """Entry of the trajectories' metadata, such as the name of a game, each value of which has averages of
     its own."""
@@ -170,7 +157,6 @@ class GAEAdvantage(AdvantageEstimator):
     type: Literal["gae"] = "gae"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.gae:gae_advantages"
     needs_critic: ClassVar[bool] = True
-
     trace_decay: float = Field(0.95, ge=0, le=1)
     """Weight of what comes later against the critic's prediction (lambda): 1 is the return less the value, 0
     looks one action ahead. The critic's targets have their own (arXiv:2503.01491)."""
@@ -205,10 +191,8 @@ class OverlongPenalty(Config):
 
     longest_tokens: int | None = Field(None, gt=0)
     """Sampled tokens from which on a trajectory loses the whole penalty; `None` sets no penalty."""
-
     margin_tokens: int = Field(0, ge=0)
     """Tokens below `longest_tokens` at which the penalty begins; it grows evenly in between."""
-
     coef: float = Field(1.0, gt=0)
     """Largest penalty."""
 

@@ -16,7 +16,6 @@ class Aggregation(Choice):
 
     weighs_alike: ClassVar[bool] = False
     """Every trained token of the step has weight 1, so that no stream is needed."""
-
     by_episode: ClassVar[bool] = False
     """Its function gets the numbers of episodes in place of those of prompts."""
 
@@ -63,7 +62,6 @@ class ConstantDenominator(Aggregation):
 
     type: Literal["constant"] = "constant"
     computed_by: ClassVar[str] = "learner.algorithms.aggregation:constant"
-
     tokens: int = Field(gt=0)
     """Sets what each trajectory's sum is divided by, such as the longest answer that is allowed."""
 

@@ -7,7 +7,6 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig, refuse_world
 
 BackendName = Literal["megatron", "fsdp"]
-
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 """Settings of `learner.parallel` by which ranks share a model otherwise than FSDP does."""
 

@@ -65,14 +65,11 @@ class TokenTIS(Correction):
     type: Literal["token_tis"] = "token_tis"
     computed_by: ClassVar[str] = "learner.algorithms.corrections:token_tis"
     by_sequence: ClassVar[bool] = False
-
     truncation_cap: float = Field(2.0, gt=0)
     """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
-
     bound: Literal["truncate", "clip", "mask"] = "truncate"
     """`truncate` cuts weights off at the cap, `clip` also at the floor; `mask` leaves out tokens beyond
     either."""
-
     floor: float | None = Field(None, ge=0)
     """Lower bound on the weight with `clip` and `mask`; `None` is 1 / cap."""
 
@@ -97,17 +94,13 @@ class SequenceTIS(Correction):
 
     type: Literal["sequence_tis"] = "sequence_tis"
     computed_by: ClassVar[str] = "learner.algorithms.corrections:sequence_tis"
-
     over: Literal["product", "mean"] = "product"
     """The product of the tokens' ratios, which is exact, or their geometric mean, which varies less."""
-
     sequence_cap: float = Field(2.0, gt=0)
     """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
-
     bound: Literal["truncate", "clip", "mask"] = "truncate"
     """`truncate` cuts weights off at the cap, `clip` also at the floor; `mask` leaves out tokens beyond
     either."""
-
     floor: float | None = Field(None, ge=0)
     """Lower bound on the weight with `clip` and `mask`; `None` is 1 / cap."""
 
@@ -139,16 +132,12 @@ class Rejection(Choice):
 
     by_token: ClassVar[bool] = False
     """Whether a token is kept depends on that token alone."""
-
     picks: ClassVar[Picking | None] = None
     """Tokens that are left out, where they are picked over a whole update."""
-
     whole_ratio: ClassVar[bool] = False
     """Its paper weighs what is kept by the whole importance ratio, without a cap."""
-
     aggregation: ClassVar[Aggregation | None] = None
     """The aggregation of its paper, if that is part of what the name stands for."""
-
     paper: ClassVar[str] = ""
     """Name and number of the paper of these."""
 
@@ -162,10 +151,8 @@ class TokenRange(Rejection):
     whole_ratio: ClassVar[bool] = True
     aggregation: ClassVar[Aggregation | None] = SequenceMean()
     paper: ClassVar[str] = "IcePop (arXiv:2510.18855)"
-
     lowest: float = Field(0.5, ge=0)
     """Smallest ratio that is trained on."""
-
     highest: float = Field(5.0, gt=0)
     """Largest ratio that is trained on; `inf` sets no bound."""
 
@@ -179,7 +166,6 @@ class BinaryTV(Rejection):
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
-
     largest_change: float = Field(0.2, gt=0, lt=1)
     """Largest change of a token's probability that is trained on."""
 
@@ -193,7 +179,6 @@ class BinaryKL(Rejection):
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
-
     largest_kl: float = Field(0.05, gt=0)
     """Largest KL in nats, between taking the token or not, that is trained on."""
 
@@ -207,7 +192,6 @@ class BinaryKLTwoWay(Rejection):
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "KPop (ringtech.notion.site/kpop)"
-
     largest_kl_either_way: float = Field(0.1, gt=0)
     """Largest KL in nats, between taking the token or not, that is trained on: that of the policies in either
     order."""
@@ -227,7 +211,6 @@ class SecondMoment(Rejection):
     whole_ratio: ClassVar[bool] = True
     aggregation: ClassVar[Aggregation | None] = TokenMean()
     paper: ClassVar[str] = "M2PO (arXiv:2510.01161)"
-
     largest_moment: float = Field(0.04, gt=0)
     """Largest mean of the squared log ratios of what is trained on, in nats squared."""
 
@@ -238,13 +221,10 @@ class SequenceRange(Rejection):
 
     type: Literal["sequence_range"] = "sequence_range"
     computed_by: ClassVar[str] = "learner.algorithms.rejections:sequence_range"
-
     over: Literal["product", "mean"] = "mean"
     """The product of the tokens' ratios, or their geometric mean."""
-
     lowest_of_sequence: float = Field(0.99, ge=0)
     """Smallest ratio that is trained on."""
-
     highest_of_sequence: float = Field(1.01, gt=0)
     """Largest ratio that is trained on; `inf` sets no bound."""
 
@@ -254,7 +234,6 @@ class Veto(Rejection):
 
     type: Literal["veto"] = "veto"
     computed_by: ClassVar[str] = "learner.algorithms.rejections:veto"
-
     smallest: float = Field(1e-4, gt=0, lt=1)
     """Smallest ratio of any token of a sequence that is trained on."""
 
@@ -265,7 +244,6 @@ class NegativeDivergence(Rejection):
 
     type: Literal["negative_divergence"] = "negative_divergence"
     computed_by: ClassVar[str] = "learner.algorithms.rejections:negative_divergence"
-
     largest_drop: float = Field(1e-4, gt=0)
     """Largest mean drop of the log-probs, in nats a token, that is trained on."""
 

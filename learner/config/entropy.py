@@ -13,10 +13,8 @@ class EntropyTargetConfig(Config):
     """Mean entropy of the trained tokens below which the bonus is given; the authors had 0.2. `None` leaves
     `entropy_coef` as it is. With a target that one is where the weight begins: afterwards the weight in the
     checkpoint counts."""
-
     coef_step: float = Field(1e-4, gt=0)
     """Change of `entropy_coef` after each update."""
-
     largest_coef: float = Field(0.005, gt=0)
     """Upper bound on `entropy_coef`, which also never falls below 0."""
 

@@ -17,23 +17,18 @@ class ReferenceConfig(Config):
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the divergence in nats; 0 does without a reference."""
-
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Sets how a sampled token tells the divergence, with r = log(policy / reference): k1 = r, k2 = r^2 / 2,
     k3 = exp(-r) - 1 + r, low_var_kl is k3 cut off at 10 nats. In the loss k1 has a mean gradient of 0."""
-
     kl_in: Literal["loss", "advantage", "reward"] = "loss"
     """A term of the loss, a penalty on each token's advantage, or one on the reward before it becomes an
     advantage. In the reward the policy is the one that sampled."""
-
     kl_unbiased: bool = False
     """Multiply the KL term of the loss by the importance ratio to the policy that sampled, as DeepSeek-V3.2
     does."""
-
     path: Path | None = None
     """Hugging Face directory of the reference, a model of the same architecture and vocabulary. Without it
     the policy that this stage begins with is the reference."""
-
     refresh_every: int | None = Field(None, gt=0)
     """Steps after which the policy as it then is becomes the reference, again and again."""
 
@@ -54,8 +49,6 @@ class ReferenceConfig(Config):
 
 
 NO_REFERENCE = ReferenceConfig()
-
-
 SERVED_ONLY = ("concurrency", "timeout_s", "outage_s")
 """Settings of a teacher that only one with a `url` has."""
 MOST_TOP_K = 64
@@ -68,37 +61,28 @@ class TeacherConfig(Config):
     path: Path | None = None
     """Hugging Face directory of the teacher, a model of the same architecture and vocabulary. Without it
     and `url` there is none."""
-
     url: HttpUrl | None = None
     """Address of an SGLang server of the teacher, as http://host:port, instead of `path`: any model with the
     policy's tokenizer, such as a larger one, which takes no memory of the learner. SGLang scores at
     temperature 1, so `sampling.temperature` must be 1."""
-
     concurrency: int = Field(32, ge=1)
     """With `url`: most requests of one data-parallel rank that are on their way at the same time."""
-
     timeout_s: float = Field(300.0, gt=0)
     """With `url`: longest time that one request may take before it counts as failed and is repeated."""
-
     outage_s: float = Field(600.0, gt=0)
     """With `url`: time for which requests are repeated while the server is away. The learner ends with an
     error after it."""
-
     coef: float = Field(1.0, gt=0)
     """Each token's advantage loses so many times log(policy / teacher), in nats; with `kl = "top_k"` its loss
     gains so many times the divergence."""
-
     kl: Literal["sampled", "top_k"] = "sampled"
     """Look at the sampled token alone, or at the `top_k` tokens that the teacher finds likeliest in its place
     and all others together, through which the loss has its gradient."""
-
     top_k: int | None = Field(None, ge=1, le=MOST_TOP_K)
     """Number of the tokens of `kl = "top_k"`, which needs it."""
-
     direction: Literal["reverse", "forward"] = "reverse"
     """With `kl = "top_k"`: KL(policy || teacher), which leaves out what the teacher would not say, or
     KL(teacher || policy), which covers all that it might."""
-
     sources: tuple[str, ...] = ()
     """Values of the entry `source` of a prompt's metadata whose trajectories it teaches; none stands for
     all trajectories."""

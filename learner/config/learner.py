@@ -39,7 +39,6 @@ class CheckpointConfig(Config):
 
     save_every: int = Field(50, gt=0)
     """Steps between checkpoints."""
-
     keep: int = Field(2, gt=0)
     """Number of latest checkpoints that are kept."""
 
@@ -49,129 +48,95 @@ class LearnerConfig(Config):
 
     steps: int = Field(1000, ge=0)
     """Upper bound on the optimizer steps; 0 leaves the run at what its `warmup` has trained."""
-
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Mean reward of sampled held-out answers at which training stops."""
-
     threads: int | None = Field(None, ge=1)
     """CPU threads of the learner. `None` is all cores that it may use, shared by the ranks of a host, for a
     model of at least 20 MB on a CPU, and else one."""
-
     backend: BackendName = "megatron"
     """What holds and trains the model: `megatron` for its own families, with every kind of parallel ranks;
     `fsdp` for any causal language model of transformers, with data parallel ranks that share its weights."""
-
     loss: LossConfig = ReinforceLoss()
     """Objective of each token."""
-
     correction: CorrectionConfig = AutoCorrection()
     """Weights of tokens that another policy sampled than the loss takes them to come from. `auto` is token
     TIS at 2.0; without a cap beside `token_range`, `binary_tv`, `binary_kl`, `binary_kl_two_way` and
     `second_moment`, as their papers have it; and none for a loss whose own ratio is to the behaviour policy
     (`ppo_clip` centred there, `aipo`, `cispo`, `clip_cov`, `gmpo`, `gspo`, `kl_cov`, `regression`, `sapo`,
     `topr`, `vespo`)."""
-
     rejection: RejectionConfig = NoRejection()
     """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
     count in the denominators of the aggregation."""
-
     rejections: dict[str, RejectionConfig] = Field(default_factory=dict)
     """Further ones by names of your own: a token is trained on where all of them keep it."""
-
     aggregation: AggregationConfig = AutoAggregation()
     """Sets how the losses of tokens become one number. `auto` is that of the loss's paper: `sequence_mean`
     for `gspo`, `gmpo` and `sapo`, `constant` with `tokens = 1` for `topr` and `regression`. Beside
     `token_range` it is `sequence_mean`, if the loss has none of its own; else it is `token_mean`."""
-
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: each token's loss loses so many times the entropy of its distribution."""
-
     entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
     """Entropy that the bonus aims at, by changing `entropy_coef`, which is then the weight it begins with."""
-
     advantage: AdvantageConfig = GRPOAdvantage()
     """Sets how rewards become advantages."""
-
     whiten_advantages: bool = False
     """Subtract the mean of the advantages and divide by their deviation, over the trained tokens of the step
     on all ranks."""
-
     overlong: OverlongPenalty = NO_OVERLONG
     """Takes from the reward of long answers before it becomes an advantage."""
-
     reward_hook: HookConfig = NO_HOOK
     """Function that turns the recorded rewards of a step into those that advantages are made of:
     `(groups)` to a reward for each trajectory."""
-
     before_step: HookConfig = NO_HOOK
     """Function that is called before each step and may change the optimizer's settings for it:
     `(step, groups, optimizer)` to an `OptimizerConfig`, or None. By a parameter `model` it gets the weights,
     which it may change."""
-
     after_step: HookConfig = NO_HOOK
     """Function that is called after each step with the weights, which it may change: `(step, model)` to
     numbers to record by name, or None."""
-
     reference: ReferenceConfig = NO_REFERENCE
     """Frozen policy that training stays close to."""
-
     teacher: TeacherConfig = NO_TEACHER
     """Frozen policy to distil from."""
-
     critic: CriticConfig = NO_CRITIC
     """Model that predicts rewards, where `learner.advantage.type` is `gae`."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
     """Further ones by names of your own, each for some sources of prompts or for all of them."""
-
     lora: LoraConfig = NO_LORA
     """Low-rank adapters that are trained instead of the weights, where `rank` is above 0."""
-
     mtp: MtpConfig = NO_MTP
     """Training of the head for the token after the next, where the model has one."""
-
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of reinforcement learning."""
-
     world: WorldConfig = WorldConfig()
     """Sets how many learner processes there are, and where."""
-
     parallel: ParallelConfig = UNDIVIDED
     """Sets how the ranks of a torchrun world share the model."""
-
     batch: BatchConfig = BatchConfig()
     """Sets how trajectories become micro-batches."""
-
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Sets when the learner's state is saved, and how much of it is kept."""
-
     read: Literal["auto", "bus"] = "auto"
     """Sets how trajectories come from their shards: `auto` maps the files of those on the same host and asks
     the others over the bus, `bus` asks all."""
-
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the published weights, in which SGLang computes. `auto` is `model.dtype`: engines have the
     weights that the learner computes with. A coarser type is refused."""
-
     router_replay: Literal["none", "engine", "learner"] = "none"
     """Sets who chooses the experts of a token where the model is a mixture of experts. `none`: the learner's
     own router, in each pass anew. `engine`: the engine that read it, as trajectories record with
     `actors.engine.routed_experts` (R3, arXiv:2510.11370). `learner`: the learner's own router, in a pass
     before the step, for all updates of the step (R2). The router only weighs experts that were chosen."""
-
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Sets when the learner warns of a figure of a step."""
-
     recorded_logprobs: RecordedLogprobsConfig = RecordedLogprobsConfig()
     """Sets of how many trajectories the learner's log-probs are recorded."""
-
     publication: PublicationConfig = PublicationConfig()
     """Sets how policy versions reach the actors."""
-
     quantisation_aware: bool = False
     """Compute with the weights that `learner.publication.quantisation` leaves, as engines do; the gradient
     goes straight through to the weights themselves, which are updated and saved. For a pass, this takes the
     memory of the quantised weights once more."""
-
     fp8_matmul: bool = False
     """Multiply in fp8 (e4m3, a scale for each row) in the linear layers of the transformer blocks, but for
     the gradients of weights. It needs GPUs from Hopper on and `model.dtype=bfloat16`."""

@@ -18,27 +18,21 @@ class LoraConfig(Config):
 
     rank: int = Field(0, ge=0)
     """Rows of A and columns of B; 0 trains the weights themselves, without adapters."""
-
     alpha: float = Field(32.0, gt=0)
     """Numerator of the scale, which is `alpha / rank`."""
-
     rank_stabilised: bool = False
     """Let the scale be `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732), which keeps the size of a layer's
     change as the rank grows."""
-
     weight_decomposed: bool = False
     """Train the length of each row of a layer's weight apart from its direction (DoRA, arXiv:2402.09353):
     a row of W + scale * B A is scaled to the length `magnitude`, which begins as that of the row of W."""
-
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that have an adapter, as `q_proj` or `layers.0.mlp.up_proj`;
     none stands for all linear layers of the transformer blocks, those of routed experts only with
     `experts`. Routers and gates of shared experts have none."""
-
     experts: bool = False
     """Give routed experts of a mixture adapters too, one for each projection of each expert. Shared experts
     have adapters without this, as dense layers do."""
-
     publish: Literal["adapter", "merged"] = "adapter"
     """`adapter`: the frozen weights are published once, then A and B alone, which actors add to them.
     `merged`: whole weights are published, as without adapters."""

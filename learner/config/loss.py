@@ -71,24 +71,19 @@ class PPOClipLoss(Loss):
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:ppo_clip_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = ("proximal",)
     stated: ClassVar[LossFacts] = LossFacts(by_sequence=False, zero_without_advantage=True)
-
     centre: Literal["behaviour", "proximal"] = "behaviour"
     """Centre of the clip: the policy that sampled the token, or, decoupled (arXiv:2505.24298), the policy
     before the step, whose log-probs take a pass of their own. The latter is for `batch.updates` above 1: in
     the first update the policy is still at the centre."""
-
     clip_eps: float = Field(0.2, gt=0)
     """Sets how far below 1 the importance ratio may fall before its gradient stops."""
-
     clip_eps_high: float | None = Field(None, gt=0)
     """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
-
     proximal: ProximalSource = "auto"
     """Where a proximal centre's log-probs come from. `recomputed`: a pass before the step. `first_pass`: the
     policy as it is trained, which with `batch.updates` of 1 is the one before the step. `interpolated`: the
     log-probs then and now weighed by 1 / d and 1 - 1 / d, at a staleness of d versions (A-3PO,
     arXiv:2512.06547). `auto`: `recomputed` where `batch.updates` is above 1, else `first_pass`."""
-
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729, where it is
     3); `None` sets no bound."""
@@ -123,10 +118,8 @@ class GSPOLoss(Loss):
         aggregation=SequenceMean(),
         paper="GSPO (arXiv:2507.18071, eq. 5)",
     )
-
     sequence_clip_eps: float = Field(3e-4, gt=0)
     """Sets how far below 1 the sequence's ratio may fall before its gradient stops."""
-
     sequence_clip_eps_high: float | None = Field(4e-4, gt=0)
     """Sets how far above 1 it may rise; `None` means `sequence_clip_eps`."""
 
@@ -144,10 +137,8 @@ class CISPOLoss(Loss):
         aggregation=TokenMean(),
         paper="CISPO (arXiv:2506.13585, eq. 4)",
     )
-
     lowest_weight: float = Field(0.0, ge=0, le=1)
     """Lower bound on the weight: 1 - epsilon low of the paper."""
-
     highest_weight: float = Field(5.0, ge=1)
     """Upper bound on the weight: 1 + epsilon high of the paper."""
 
@@ -164,10 +155,8 @@ class SAPOLoss(Loss):
         aggregation=SequenceMean(),
         paper="SAPO (arXiv:2511.20347)",
     )
-
     temperature: float = Field(1.0, gt=0)
     """Sets how fast the gate falls off for tokens of positive advantage."""
-
     temperature_negative: float = Field(1.05, gt=0)
     """Sets how fast it does for those of negative advantage."""
 
@@ -196,7 +185,6 @@ class AIPOLoss(Loss):
     type: Literal["aipo"] = "aipo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:aipo_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, zero_without_advantage=True)
-
     ratio_cap: float = Field(5.0, gt=0)
     """Upper bound on the weight; the paper has 2 to 10."""
 
@@ -215,10 +203,8 @@ class GMPOLoss(Loss):
         aggregation=SequenceMean(),
         paper="GMPO (arXiv:2507.20673)",
     )
-
     log_clip: float = Field(0.4, gt=0)
     """Sets how many nats a token's log ratio may fall below 0 before its gradient stops."""
-
     log_clip_high: float | None = Field(None, gt=0)
     """Sets how many nats it may rise above 0; `None` means `log_clip`."""
 
@@ -238,16 +224,12 @@ class VESPOLoss(Loss):
         aggregation=TokenMean(),
         paper="VESPO (arXiv:2602.10693)",
     )
-
     power: float = Field(2.0, ge=0)
     """Sets how fast the weight falls off where the ratio is small."""
-
     decay: float = Field(3.0, ge=0)
     """Sets how fast it falls off where the ratio is large."""
-
     power_negative: float = Field(3.0, ge=0)
     """The power of tokens of negative advantage."""
-
     decay_negative: float = Field(2.0, ge=0)
     """The decay of tokens of negative advantage."""
 
@@ -267,7 +249,6 @@ class RegressionLoss(Loss):
         aggregation=SEQUENCE_SUM,
         paper="Kimi k1.5 (arXiv:2501.12599, 2.3.2)",
     )
-
     kl_weight: float = Field(0.1, gt=0)
     """Advantage that a sequence's log ratio of 1 nat amounts to: a larger one keeps the policy nearer to the
     one that sampled."""
@@ -299,19 +280,14 @@ class ClipCovLoss(Loss):
         paper="Clip-Cov (arXiv:2505.22617)",
         picks=CLIP_COV,
     )
-
     picked_fraction: float = Field(2e-4, gt=0, le=1)
     """Share of the update's tokens that is picked, one token at least."""
-
     clip_eps: float = Field(0.2, gt=0)
     """Sets how far below 1 the importance ratio may fall before its gradient stops."""
-
     clip_eps_high: float | None = Field(None, gt=0)
     """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
-
     lowest_covariance: float = 1.0
     """Tokens are picked at random among those whose covariance is above this."""
-
     highest_covariance: float = 5.0
     """They are picked among those whose covariance is below this."""
 
@@ -341,10 +317,8 @@ class KLCovLoss(Loss):
         paper="KL-Cov (arXiv:2505.22617)",
         picks=KL_COV,
     )
-
     picked_fraction: float = Field(2e-4, gt=0, le=1)
     """Share of the update's tokens that is picked, one token at least."""
-
     picked_kl_coef: float = Field(1.0, gt=0)
     """Weight of a picked token's distance from the policy that sampled it, per nat."""
 
@@ -356,7 +330,6 @@ class PluginLoss(Plugin, Loss):
     separable: bool = True
     """Sets whether the loss of each token depends on that token alone. Otherwise the function sees all tokens
     of a micro-batch at once, and the logits are computed twice."""
-
     sampled_by: Literal["behaviour", "current"] = "current"
     """The policy that the loss takes its tokens to come from: the correction weighs by the ratio of that
     policy to the one that sampled them."""
@@ -383,14 +356,11 @@ class DPOLoss(Loss):
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, of_samples=False, of_pairs=True, to_reference=True
     )
-
     beta: float = Field(0.1, gt=0)
     """Reward of a nat by which an answer is likelier than under the reference."""
-
     form: PreferenceForm = "sigmoid"
     """What becomes of the difference of two rewards: `sigmoid` is the paper's, `hinge` SLiC's
     (arXiv:2305.10425), `ipo` a square of mean log ratios (arXiv:2310.12036)."""
-
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of pairs whose preference is taken to be wrong."""
 
@@ -416,7 +386,6 @@ class RewardModelLoss(Loss):
 
 
 SupervisedLoss = Annotated[SFTLoss | DPOLoss | RewardModelLoss, Field(discriminator="type")]
-
 UsedLoss = (
     ReinforceLoss
     | PPOClipLoss

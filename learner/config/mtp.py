@@ -33,7 +33,6 @@ class MtpConfig(Config):
     """Factor of the head's loss, the mean cross entropy of its tokens; 0 leaves the head as it came. AdamW
     hardly sees it, since it scales each gradient to the same size: `lr_factor` changes how far the head
     moves."""
-
     lr_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Learning rate of the head over that of the policy."""
 

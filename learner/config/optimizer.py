@@ -18,10 +18,8 @@ class CosineSchedule(Config):
     """The learning rate falls along half a cosine."""
 
     type: Literal["cosine"] = "cosine"
-
     decay_steps: int = Field(1000, gt=0)
     """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
-
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the fall."""
 
@@ -30,16 +28,12 @@ class WSDSchedule(Config):
     """Warm-up, stable, decay: the learning rate stays for long, then falls in the end."""
 
     type: Literal["wsd"] = "wsd"
-
     stable_steps: int = Field(1000, ge=0)
     """Updates at the full learning rate."""
-
     decay_steps: int = Field(1000, gt=0)
     """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
-
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the fall."""
-
     decay: Literal["linear", "sqrt"] = "sqrt"
     """Shape of the fall: a straight line, or 1 - sqrt(x) where x is the share of the fall that has passed."""
 
@@ -53,45 +47,32 @@ class OptimizerConfig(Config):
     matrices: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the matrices of the layers: `adamw`, as of all other weights, or `muon`
     (arXiv:2502.16982). `beta1`, `beta2` and `eps` are AdamW's."""
-
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of Muon's sum of gradients, by which it looks ahead as Nesterov does."""
-
     lr: float = Field(1e-6, gt=0)
     """Learning rate after warm-up, the highest."""
-
     schedule: ScheduleConfig = ConstantSchedule()
     """Course of the learning rate after warm-up; it counts updates, not skipped steps."""
-
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly; update u of w runs at lr * u / w."""
-
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of the gradient."""
-
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the mean of the squared gradient."""
-
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
-
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay; biases and norm weights are exempt."""
-
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the two moments between updates. bfloat16 takes half the memory; the update is in float32."""
-
     offload: float = Field(0.0, ge=0, le=1)
     """Share of the main weights and moments that lies in the host's memory and is updated there, by
     `learner.threads` threads."""
-
     offload_directory: Path | None = None
     """Directory on a fast local disk in which this share lies instead, in files without names that end with
     the process; None keeps it in memory."""
-
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
-
     max_skipped_in_a_row: int = Field(10, ge=1)
     """Number of updates in a row, skipped since loss or gradient was not finite, that ends the run."""
 

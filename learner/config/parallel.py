@@ -16,42 +16,30 @@ class ParallelConfig(Config):
 
     tensor: int = Field(1, ge=1)
     """Ranks that share each layer: its heads, its MLP and the vocabulary."""
-
     sequence: bool = False
     """Sets whether the tensor ranks also share the tokens between the layers."""
-
     pipeline: int = Field(1, ge=1)
     """Ranks that share the layers, one after another."""
-
     virtual_pipeline: int = Field(1, ge=1)
     """Stages that each pipeline rank has; more of them mean less idle time and more messages."""
-
     context: int = Field(1, ge=1)
     """Ranks that share the tokens of each sequence."""
-
     context_min_tokens: int = Field(0, ge=0)
     """Sequences of fewer tokens stay whole on one of the `context` ranks, as far as these get equal shares of
     a micro-batch; 0 cuts every sequence."""
-
     context_attention: Literal["gather", "ring"] = "gather"
     """Sets how queries reach the keys of other `context` ranks: those of all ranks are gathered in each
     layer, or pass by, one rank's while the last one's are computed with, so that two are held at most."""
-
     expert: int = Field(1, ge=1)
     """Ranks that share the experts of a mixture; taken from those that are data parallel elsewhere."""
-
     expert_tensor: int = Field(1, ge=1)
     """Ranks that share each expert."""
-
     distributed_optimizer: bool = True
     """Sets whether data-parallel ranks share the optimizer's state instead of each holding all of it."""
-
     overlap_grad_reduce: bool = False
     """Sets whether gradients are summed over the data-parallel ranks during the backward pass."""
-
     overlap_param_gather: bool = False
     """Sets whether updated parameters are gathered during the next forward pass."""
-
     recompute: Literal["none", "selective", "full"] = "none"
     """Sets what the backward pass computes again to save memory: nothing, attention alone, or every layer."""
 
@@ -81,23 +69,17 @@ class WorldConfig(Config):
 
     processes: int = Field(1, ge=1)
     """Ranks on each host, one for each of its GPUs. A world of one rank has no agent."""
-
     nodes: int = Field(1, ge=1)
     """Number of hosts. Each runs `launch learner`, and all share the run's directory."""
-
     node_rank: int | None = Field(None, ge=0)
     """Number of this host, from 0; ranks are counted in this order."""
-
     master: str | None = None
     """Address of node 0 and a free port there, as host:port, where the other hosts find it."""
-
     join_timeout_s: int = Field(600, gt=0)
     """Sets how long a host waits for the others."""
-
     collective_timeout_s: float = Field(1800.0, ge=10)
     """Longest time that a rank waits for the others in one collective operation, such as the sum of
     gradients; then the world is started again. Ranks may read a checkpoint at different speeds."""
-
     restarts: int = Field(10, ge=0)
     """Most restarts of the world, each from the latest checkpoint after a rank died."""
 

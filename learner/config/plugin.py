@@ -14,11 +14,9 @@ class Choice(Config):
 
     type: str
     """Name of the choice."""
-
     computed_by: ClassVar[str]
     """The built-in function, as `module:function`, which is called with the settings. The name is text,
     because settings load without torch."""
-
     read_elsewhere: ClassVar[tuple[str, ...]] = ()
     """Settings that something else than the function goes by."""
 
@@ -40,10 +38,8 @@ class Plugin(Config):
     """A function of the user's own, with the signature of the built-in ones."""
 
     type: Literal["plugin"] = "plugin"
-
     function: str
     """The function, as `my_pkg.my_module:function`; the working directory counts."""
-
     settings: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments that the function gets besides."""
 
@@ -53,10 +49,8 @@ class HookConfig(Config):
 
     function: str | None = None
     """The function, as `my_pkg.my_module:function`; the working directory counts. `None` calls nothing."""
-
     settings: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments that the function gets besides."""
-
     timeout_s: float = Field(300.0, gt=0)
     """Longest time that an `async` function may take; then the learner ends."""
 

@@ -20,8 +20,6 @@ LEAST_MASS = 1e-7
 the sum of the others, which come in float32."""
 Entry: TypeAlias = tuple[float | None, int, str | None]
 """A log-prob in nats, None for NaN and where there is none; the token; its text, if that was asked for."""
-
-
 Entries: TypeAlias = Sequence[Entry]
 """One for each token of a request from its `logprob_start_len` on."""
 Tops: TypeAlias = Sequence[Sequence[Entry] | None]

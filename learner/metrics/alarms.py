@@ -99,8 +99,6 @@ PENALTY = "penal"
 """Text in the names of parts that are 0 where all is well."""
 FORMAT = "format"
 """Text in the names of those parts of a reward that ask for a form of the answer."""
-
-
 Told = tuple[str, str]
 """What is wrong, and where to look."""
 

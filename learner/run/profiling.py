@@ -27,7 +27,6 @@ PARTS = {
     "time/checkpoint_s": "checkpoints",
 }
 """Parts of a step in words, by the names of its numbers."""
-
 LEAST_SHARE = 0.001
 """Share of a step's time below which a part is not named."""
 

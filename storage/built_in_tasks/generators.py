@@ -21,14 +21,11 @@ from storage.prompt_files.rows import Row, read_rows
 
 GENERATOR_VERSION = 2
 """Version of the generators; raise it when one writes other rows for the same parameters."""
-
 REASONING_GYM_VERSION, PLACES_VERSION = 3, 2
 """Versions of the prompts of reasoning-gym, which hold their entries; those of the second named the places of
 entries that the reward made again. A run that was begun with such prompts keeps them."""
-
 OF_LIBRARY, HELDOUT_OF_LIBRARY = 2000, 100
 """Prompts and held-out prompts of a library's task, some of which take it a while to make."""
-
 HELDOUT_SEED = 12345
 """Seed of the held-out prompts, whatever the seed of the run."""
 

@@ -22,8 +22,6 @@ ran = subprocess.run([sys.executable, "-SI", "-c", code], stdout=subprocess.PIPE
 print(proof if ran.stdout.splitlines() == {wanted} else "wrong")
 """
 """Judges a repository: its code runs in another process than the one that knows what is to be printed."""
-
-
 SOURCES = """
 def clamp(x, low, high):
     return max(low, min(x, @high@low@))

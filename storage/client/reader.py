@@ -190,7 +190,6 @@ def _size_bytes(trajectory: Trajectory) -> int:
 ATTEMPTS = 2
 """Attempts to read; a second one is needed when segments were merged or retired after the answer."""
 MAPPED_SEGMENTS = 32
-
 _Version = tuple[str, int, int]
 """Path, inode and time of change of a segment, since another segment may have taken its name."""
 

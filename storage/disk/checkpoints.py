@@ -31,7 +31,6 @@ __all__ = [
     "supervised",
     "temporary",
 ]
-
 KEPT_DAMAGED = 2
 """Damaged checkpoints that are kept for whoever wants to look at them."""
 _NAME = re.compile(r"(step|warmup)_(\d{8,})")

@@ -19,7 +19,6 @@ from bus.errors import ConfigError
 from storage.disk.atomic_files import make_directory, read_json, write_file, write_json
 
 __all__ = ["RunDirectory", "provenance", "write_json"]
-
 STARTS_KEPT = 200
 """Starts of a run, besides the first, that its provenance keeps."""
 FORMAT = 2
@@ -43,8 +42,6 @@ _PACKAGES = (
     "uvloop",
     "xxhash",
 )
-
-
 PROGRESS_REMEDY = "remove it: the learner writes it anew with its next checkpoint"
 """What helps against a progress.json that is garbled."""
 NOTE = "note.txt"

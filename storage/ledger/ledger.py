@@ -26,7 +26,6 @@ SCHEMA_VERSION = 3
 """Kept as SQLite's `user_version`."""
 LATER = ("computed_tokens", "images", "image_tokens")
 """Columns of the leases that earlier ledgers of this schema lack."""
-
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE IF NOT EXISTS leases (

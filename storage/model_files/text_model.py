@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _LANGUAGE = re.compile(r"(?:model\.language_model\.|language_model\.(?:model\.)?)(?!lm_head\.)")
 _HEADS = re.compile(r"(?:language_model\.)?(lm_head\..*|mtp\..*)")
 """Names of the output layer, and of Qwen's heads for several next tokens, which lie beside the layers."""
-
 OWN_NAMES = {_LANGUAGE.pattern: "model.", r"language_model\.lm_head\.": "lm_head."}
 """The same as patterns and what they become, as transformers takes them."""
 

@@ -71,8 +71,6 @@ BUFFER_BYTES = 1 << 20
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")
 """Name of a file that is one of several of a split."""
 _SLICE = re.compile(r"(.+)@\[(-?\d*):(-?\d*)\]")
-
-
 Raw = tuple[str, bytes | dict[str, Json]]
 """Place of a row, and the row: a line of JSON, or its values."""
 

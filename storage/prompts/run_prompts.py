@@ -26,7 +26,6 @@ from storage.settings.evaluation import EvaluationSetConfig
 
 READING_VERSION = 2
 """Version of how files become prompts; raise it when the same files give others, or are refused."""
-
 UNASKED = "no file: the run trains on demonstrations alone"
 """Where the prompts of a run without rollouts are from: one, which nobody asks, stands for them."""
 

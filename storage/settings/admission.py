@@ -10,11 +10,9 @@ from bus.config import Config
 class _Sampling(Config):
     max_reuse: int = Field(1, ge=1)
     """Steps that may train on the same group, within the staleness bound."""
-
     min_samples_per_insert: float = Field(1.0, gt=0)
     """Average number of steps that train on each group: admission issues no more groups than it allows.
     Below 1 more is generated than trained on; the rest goes stale and is refunded."""
-
     max_samples_per_insert: float | None = Field(None, gt=0)
     """Upper bound on the steps that train on a stored group, averaged over the run. A step waits rather than
     exceed it. `None` leaves the bound to `max_reuse`."""
@@ -45,7 +43,6 @@ class FreshnessSampler(_Preferring):
     (1 + staleness)^-exponent, and at most 1."""
 
     type: Literal["freshness"] = "freshness"
-
     exponent: float = Field(1.0, ge=0)
     """Strength of the preference; 0 is uniform."""
 
@@ -55,10 +52,8 @@ class PrioritySampler(_Preferring):
     |advantage|^a * (1 + staleness)^-f, and at most 1."""
 
     type: Literal["priority"] = "priority"
-
     advantage_exponent: float = Field(1.0, ge=0)
     """Exponent a of a group's mean |reward - mean reward|; 0 ignores it."""
-
     freshness_exponent: float = Field(1.0, ge=0)
     """Exponent f of 1 / (1 + staleness); 0 ignores it."""
 
@@ -73,7 +68,6 @@ class EssBrakeConfig(Config):
     below: float | None = Field(None, gt=0, lt=1)
     """Effective sample size, as a fraction of the tokens (`policy/ess_fraction`), below which a step counts
     as one that brakes. `None` never brakes."""
-
     steps: int = Field(3, ge=1)
     """Steps in a row below it after which leases are issued for the next step alone, as with a
     `max_staleness` of 0, and steps in a row at or above it after which all are issued again. What is rolling
@@ -88,34 +82,27 @@ class AdmissionConfig(Config):
 
     groups_per_step: int = Field(32, ge=1)
     """Groups (prompts) in the batch of one optimizer step."""
-
     samples_per_prompt: int = Field(8, ge=1)
     """Rollouts of each prompt: the size of a group."""
-
     max_staleness: int = Field(4, ge=0)
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
-
     ahead: Literal["need", "bound"] = "bound"
     """How many groups are issued ahead of the next step. `bound`: all that `max_staleness` allows. `need`: as
     many of them as keep the learner from waiting, so that data is fresher, with the sampler `fifo`, no reuse
     and staleness that is not exact."""
-
     exact_staleness: bool = False
     """Whether each step waits for all that is issued by then, so that a group is sampled by the version of
     its issue and, with a `fifo` sampler, trained on exactly `max_staleness` versions later. With `max_reuse`
     of r each group is trained on by the r steps of which the last comes so much later. The first steps come
     sooner after version 0. Learner and actors then take turns: it is for measurements of staleness."""
-
     incomplete: Literal["wait", "drop", "close_short"] = "wait"
     """What happens to an incomplete group that a step cannot go on without. `wait`: the step waits for it as
     long as it takes. `drop`: after `patience_s` it is rejected, counted, and another is issued in its place.
     `close_short`: after `patience_s` the step trains on its stored trajectories if there are at least two,
     else it is dropped. `actors.share_after_s` says when trajectories of an incomplete group are stored."""
-
     patience_s: float = Field(600.0, gt=0)
     """Time since a group last became complete after which a waiting step drops or closes one. Keep it longer
     than the slowest rollout that is worth its tokens."""
-
     max_deliver: int = Field(5, ge=3)
     """Actors that a prompt must have ended as their only suspect before it is quarantined: not rolled out
     again.
@@ -123,10 +110,8 @@ class AdmissionConfig(Config):
     A lease becomes a suspect when three actors disappeared with it, or two if its first delivery was handed
     back; an actor runs one suspect at a time. What an actor reports to have ended by a stop, or by another
     prompt, does not count. Neither does a lease that was handed back unread or published again."""
-
     sampler: SamplerConfig = FifoSampler()
     """Strategy by which a step chooses among the stored groups."""
-
     ess_brake: EssBrakeConfig = NO_ESS_BRAKE
     """Sets when leases are held back since the trained data is too far from the policy."""
 

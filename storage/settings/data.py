@@ -14,21 +14,16 @@ class SourceConfig(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")
     """Name of the source on screens and in metrics: letters, digits, - and _."""
-
     prompts: Path
     """File of prompts, .jsonl or .parquet, or a slice of one."""
-
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the prompts that come from this source, relative to the weights of the others."""
-
     reward: str | None = None
     """Reward of its prompts, unless their metadata choose another. The run must allow it:
     `reward` or `rewards` of its environment. `None` leaves it to the prompts."""
-
     environment: str | None = None
     """Environment of its prompts, one of `actors.environments`, unless their metadata choose another. `None`
     leaves it to the prompts, and is `actors.environment` where they choose none."""
-
     buckets: str | None = None
     """Field of the prompts' metadata, such as a level of difficulty, that divides the source: each value
     becomes a source of its own, `name=value`, with a share of the weight by its number of prompts."""
@@ -43,11 +38,9 @@ class NoCurriculum(Config):
 class _Curriculum(Config):
     every_groups: int = Field(256, ge=1)
     """Groups with known rewards from one change of the shares to the next."""
-
     memory_groups: float = Field(64.0, ge=1)
     """Groups over which a source's success is averaged: each counts 1 - 1/memory_groups as much as the next
     one."""
-
     floor: float = Field(0.1, gt=0, le=1)
     """Part of its configured share that a source keeps, whatever its success; 1 changes nothing."""
 
@@ -63,10 +56,8 @@ class BandCurriculum(_Curriculum):
     """Prefers sources whose success lies within a band, as filters of difficulty do (arXiv:2504.03380)."""
 
     type: Literal["band"] = "band"
-
     low: float = Field(0.2, ge=0, le=1)
     """Lower end of the band. Below it the preference falls in proportion, to 0 where nothing is solved."""
-
     high: float = Field(0.8, ge=0, le=1)
     """Upper end of the band. Above it the preference falls in proportion, to 0 where all is solved."""
 
@@ -86,13 +77,10 @@ class PromptKeys(Config):
 
     prompt: str = "prompt"
     """Field of the prompt: plain text, or chat messages [{"role": ..., "content": ...}, ...]."""
-
     label: str = "label"
     """Field that the reward compares answers with; it may be absent."""
-
     metadata: str = "metadata"
     """Field of an object for the reward and the environment; it may be absent."""
-
     tools: str = "tools"
     """Field of the functions that the model is offered, in the shape of OpenAI's `tools`: a list, or a JSON
     text of one. It may be absent; an empty name means that no field is read."""
@@ -104,7 +92,6 @@ class SamplerConfig(Config):
     function: str | None = None
     """The function, as `my_pkg.my_module:function`; the working directory counts. `None` leaves the order to
     `shuffle`."""
-
     settings: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments that the function gets besides."""
 
@@ -116,33 +103,24 @@ class DataConfig(Config):
     """File of training prompts, .jsonl or .parquet, or a data set of the Hugging Face hub, as
     hf://ORGANISATION/NAME/SPLIT. Without it the task's own generator writes one. A function of your own,
     as `my_pkg.my_module:function`, yields prompts for as long as the run wants some."""
-
     sources: tuple[SourceConfig, ...] = ()
     """Several files of training prompts that are mixed by weights, instead of `prompts`."""
-
     curriculum: CurriculumConfig = NoCurriculum()
     """How the shares of the sources, or of their buckets, follow the policy's success."""
-
     solved_at: float = Field(1.0, allow_inf_nan=False)
     """Reward from which a rollout counts as having solved its prompt, in the numbers by source."""
-
     heldout: Path | None = None
     """File of held-out prompts, as for training. Without it the generator of the run's task writes one."""
-
     task: str | None = None
     """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition, product,
     guess, nim, panel, debate, python, retool, repair, repositories, search or shop; or `reasoning_gym/NAME`.
     The latter and repositories have no demonstrations."""
-
     keys: PromptKeys = PromptKeys()
     """Names of the fields in prompt files."""
-
     shuffle: bool = True
     """Whether each epoch visits the prompts in another order, drawn from the run's seed."""
-
     sampler: SamplerConfig = SamplerConfig()
     """What decides which prompts come next, in place of `shuffle`."""
-
     long_prompts: Literal["refuse", "skip"] = "refuse"
     """What is done about prompts that leave no room for an answer in the model's context: `refuse` ends the
     run before its first rollout, `skip` leaves them out, counted as quarantined prompts."""

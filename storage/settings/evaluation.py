@@ -19,41 +19,30 @@ class EvaluationSetConfig(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")
     """Name of the set on screens and in metrics: letters, digits, - and _."""
-
     prompts: Path
     """File of prompts, .jsonl or .parquet, or a slice of one."""
-
     samples: int = Field(1, ge=1, le=1024)
     """Answers that are sampled to each prompt, n."""
-
     pass_at: tuple[int, ...] | None = None
     """Numbers k of which pass@k and pass^k are estimated. `None` takes the powers of two up to n, and n."""
-
     solved_at: float = Field(1.0, allow_inf_nan=False)
     """Reward from which an answer counts as right."""
-
     reward: str | None = None
     """Reward of its answers, unless the prompts' metadata choose another. The run must allow it:
     `reward` or `rewards` of its environment."""
-
     environment: str | None = None
     """Environment of its prompts, one of `actors.environments`, unless their metadata choose another. `None`
     is `actors.environment` where they choose none."""
-
     answered_by: str | None = None
     """Model that answers instead of the policy, for comparison: one of `actors.opponents` with a `path`, or
     of `actors.evaluation.endpoints`. It is measured once, and what came of that stands beside every
     version."""
-
     temperature: float | None = Field(None, gt=0)
     """Temperature of sampled answers; `None` is that of the rollouts."""
-
     top_p: float | None = Field(None, gt=0, le=1)
     """Probability mass of the likeliest tokens that are kept; `None` is that of the rollouts."""
-
     top_k: int | None = Field(None, ge=0)
     """Number of the likeliest tokens that are kept; `None` is that of the rollouts."""
-
     max_new_tokens: int | None = Field(None, ge=1)
     """Upper bound on an answer in tokens; `None` is that of the rollouts."""
 
@@ -85,22 +74,17 @@ class EvaluationConfig(Config):
 
     every_versions: int = Field(10, ge=0)
     """Versions between two evaluations; 0 measures only the first and the last."""
-
     patience_s: float = Field(300.0, gt=0)
     """Longest time that the learner waits for the accuracy of its present version. It waits at the end, where
     `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out, before the
     first step of reinforcement learning."""
-
     kept_answers: int = Field(256, ge=0)
     """Most answers to each data set that storage keeps of an evaluation, for people: all to the first
     prompts, and to one at least. 0 keeps none."""
-
     kept_evaluations: int = Field(20, ge=1)
     """Number of evaluations of each data set whose answers are kept, the latest ones."""
-
     sets: tuple[EvaluationSetConfig, ...] = ()
     """Data sets besides the held-out prompts."""
-
     best: str | None = None
     """Score by which the best checkpoint is told, as `set/score`: heldout/sampled, aime/pass@8. That
     checkpoint is kept whatever `learner.checkpoint.keep` is, and one is written of each evaluated version.

@@ -26,29 +26,23 @@ class ReplayConfig(Config):
 
     shards: int = Field(2, ge=1)
     """Number of independent stores, each with one writer; a group is in one of them."""
-
     here: str = "all"
     """Shards that the storage process keeps itself: all, none, or numbers as 0-1 or 0,2-3. The others are
     kept by `launch shards`, on any host."""
-
     server: ServerConfig = ServerConfig()
     """HTTP server at which shards take the routed experts of trajectories, which are large and so do not pass
     the bus. It listens where actors record them, and each process of shards has one. What an actor cannot
     send there travels over the bus."""
-
     linger_s: float = Field(0.02, ge=0)
     """Time that a shard gathers arriving groups before it writes them as one segment."""
-
     retain_bytes: int | None = Field(None, ge=0)
     """Bytes of segments that all shards keep on this disk; beyond them the oldest settled ones are removed.
     `None` keeps all.
 
     A group is settled when it was rejected, or trained on by a step that a durable checkpoint includes."""
-
     retain_age_s: float | None = Field(None, gt=0)
     """Age at which settled segments are removed. `None` keeps all. A learner that is sent back to an earlier
     checkpoint needs what it trained on since: keep segments as long as you may want to go back."""
-
     archive: str | None = None
     """Where segments are copied before they are removed: a directory, or any fsspec URL such as
     s3://bucket/replay (needs the extra `s3` and credentials in the AWS environment). It is tried at the

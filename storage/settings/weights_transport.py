@@ -16,20 +16,15 @@ class Transport(Config):
     they are when the learner ends."""
 
     type: str
-
     opened_by: ClassVar[str]
     """What returns the store of the learner (`storage.weights.blob_stores.BlobStore`) from the bus, these
     settings and the run's own directory for served files, as `module:function`."""
-
     fetched_by: ClassVar[str]
     """What fetches the bytes behind a reference, from the bus and the reference, as `module:function`."""
-
     schemes: ClassVar[tuple[str, ...]] = ()
     """Schemes of the URLs, in references, that it fetches from."""
-
     shared: ClassVar[bool] = False
     """Hosts pass parts on to each other."""
-
     served_by_learner: ClassVar[bool] = False
     """Nobody can fetch any more when the learner has ended."""
 
@@ -68,7 +63,6 @@ class FilesTransport(Transport):
     opened_by: ClassVar[str] = "storage.weights.blob_stores:file_blobs"
     fetched_by: ClassVar[str] = "storage.weights.blob_files:fetch_file"
     schemes: ClassVar[tuple[str, ...]] = ("file",)
-
     directory: Path
     """Directory with the same path on every host; each run uses a subdirectory of it."""
 
@@ -78,14 +72,11 @@ class ServerConfig(Config):
 
     host: str = ""
     """Address to listen at. Without one it is the address that this host has towards the bus."""
-
     port: int = Field(0, ge=0, le=65535)
     """Port to listen at; 0 takes any that is free."""
-
     advertise: str | None = Field(None, pattern=r"^https?://.+[^/]$")
     """URL by which others reach it, as http://host:port. Without it they use this host's address towards the
     bus."""
-
     bytes_per_s: int | None = Field(None, ge=1)
     """Bound on the bandwidth with which it sends. `None` sets none."""
 
@@ -140,10 +131,8 @@ class PeerConfig(ServerConfig):
 
     serve: bool = True
     """Whether others get parts of weights from here."""
-
     model: Path | None = None
     """Directory of the model on this host: parts of the first weights that its files have are not fetched.
     Without it that of `model.path` is taken, if it is here or in the hub's cache."""
-
     keep_bytes: int = Field(4 << 30, ge=0)
     """Memory for weights that are kept a minute for others only; the newest blob is kept anyway."""

@@ -13,8 +13,6 @@ from storage.ledger.ledger import Ledger
 
 RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
 """Facts of the ledger: this run's identity, its model's token ids, the newest version it ever published."""
-
-
 Sampled = Trajectory | KeptTurn
 """What an actor has sampled."""
 

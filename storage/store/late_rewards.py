@@ -17,7 +17,6 @@ from storage.store.settled import Settled
 
 log = structlog.get_logger()
 _FIND = "SELECT reward, source FROM rewards WHERE lease_id = ? AND sample = ?"
-
 Key = tuple[int, int]
 """Lease and sample."""
 

@@ -27,7 +27,6 @@ MERGED_BYTES = 256 << 20
 """Fewer of them when together they reach this size."""
 SMALL_BYTES = (1 << 20, 16 << 20)
 """Below the first, segments are merged with their like; later what came of it, below the second."""
-
 MAPPED_SEGMENTS = 128
 """Segments that stay mapped at once."""
 _NAME = re.compile(r"(segment|retired)_(\d{8,})(?:-(\d{8,}))?")

@@ -47,13 +47,10 @@ TOKEN_ARRAYS = {
     "loss_mask": "bool",
 }
 """Fields of a trajectory with one value a token, and their zarr data types."""
-
 RECORD_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in TOKEN_ARRAYS)
 """Fields of a trajectory with one value."""
-
 ROW_COLUMNS = ("tokens_end", "record_end", "lease_id", "sample", "group_size", "checksum")
 """Where a trajectory's tokens and record end, whose it is, and the xxh3-64 of its arrays and its record."""
-
 _REQUIRED = {f.name for f in fields(Trajectory) if f.default is MISSING and f.default_factory is MISSING}
 _DTYPES = {**TOKEN_ARRAYS, **IMAGE_ARRAYS, "records": "uint8", "rows": "int64"}
 _DOCUMENT = "zarr.json"

@@ -44,8 +44,6 @@ _FUSED = re.compile(r"(^|\.)attn\.c_attn\.weight$")
 weights have rows and columns in one another's places."""
 _KEPT = re.compile(r"(^|\.)(weights_proj|eh_proj)\.weight$|(^|\.)(visual|vision\w*|audio\w*)\.")
 """Small or sensitive layers among them, which published fp8 checkpoints have in bfloat16."""
-
-
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtypes in safetensors and shapes of the tensors of a quantised weight, by what their names have after its
 own."""
@@ -116,8 +114,6 @@ FORMATS: Mapping[str, Format] = {
         Int4Format(),
     )
 }
-
-
 INT4 = FORMATS["int4"]
 CONVERTIBLE: Mapping[str, FileFormat] = {**FORMATS, "fp8_channel": ChannelFormat()}
 """Formats of model directories, by name; those of versions that are published are `FORMATS`."""

@@ -48,8 +48,6 @@ MODEL_TRIES = 2
 """Blobs that are looked for in the model's directory: adapters may come before the weights below them."""
 ORIGIN_FAILURES = 3
 """Failures of the learner's server, without a part that came meanwhile, after which a blob cannot be had."""
-
-
 Asked = Callable[["HeldBlob", tuple[PartFailed, ...]], PartsAsked]
 """Function that makes the question where parts are, of a blob and of what failed."""
 

@@ -30,7 +30,6 @@ from learner.model_directories.checkpoint_manifest import file_digest
 
 MODEL = "model."
 """Begins the names of the weights in the files."""
-
 Entries = Mapping[str, Tensor]
 """Tensors by their names in the files: `DTensor`s, or plain ones that all ranks have and one writes."""
 

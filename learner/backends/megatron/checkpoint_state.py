@@ -124,7 +124,6 @@ def stage(request: Any, buffers: CopyBuffers) -> StagedWrites:
 
 
 log = structlog.get_logger()
-
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,

@@ -33,7 +33,6 @@ SCORE = "score."
 """Begins the names of a value head in Hugging Face files, as of `AutoModelForTokenClassification`."""
 EQUAL = 1e-12
 """Variance of targets, as a part of their mean square, up to which they are equal but for rounding."""
-
 Shares = Callable[[Sequence[MicroBatch]], list[MicroBatch]]
 """Cuts micro-batches into this rank's shares, and adds idle ones where the schedule needs them."""
 

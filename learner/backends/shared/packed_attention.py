@@ -12,7 +12,6 @@ from torch import Tensor
 
 LONGEST_TO_SHORTEST = 2
 """Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
-
 PACK_DEPENDENT_ROPES = {"longrope"}
 """Rotary embeddings whose angles follow from the longest sequence, which is another one in each pack, long
 before the model's context is full."""

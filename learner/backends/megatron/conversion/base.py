@@ -187,22 +187,17 @@ GATE_UP = Layout(
     part_shapes=lambda whole, _: [(whole[0] // 2, *whole[1:])] * 2,
 )
 QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes, by_group=True)
-
 ADAPTER = "_adapter"
 """Ends the name of the module with a layer's adapter, which lies beside the layer."""
-
 ROUTER = "mlp.router.weight"
 """Name in a layer of the weight that scores its experts."""
 CHOICE_BIAS = "mlp.router.expert_bias"
 """Name in a layer of the bias by which experts are chosen. It is float32 whatever the model is: rounded, it
 would choose others."""
-
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SAME)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME)
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)
 SCORE = Rule(SCORE_HEAD, (SCORE_HEAD,), SAME)
-
-
 HEAD = "mtp.layers.0."
 """Begins the names of a head for the token after the next, as megatron-core has them."""
 HEAD_LAYER = f"{HEAD}transformer_layer."

@@ -42,7 +42,6 @@ SHARED_EXPERT = (
     layer_rule("mlp.shared_experts.gate_weight", ["mlp.shared_expert_gate.weight"]),
 )
 DECODER_SPARSE_STEP: Requirement = ("decoder_sparse_step", lambda step, _: step >= 1, "must be at least 1")
-
 QWEN2_MOE = Family(
     layer_rules=(*SHARED_LAYER, QKV_BIAS),
     router_rules=(*QWEN_ROUTER, *SHARED_EXPERT),
@@ -55,8 +54,6 @@ QWEN2_MOE = Family(
     ),
     qkv_bias=True,
 )
-
-
 QWEN3_MOE = Family(
     layer_rules=(*SHARED_LAYER, *QK_NORM),
     router_rules=QWEN_ROUTER,

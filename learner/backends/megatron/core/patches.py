@@ -21,7 +21,6 @@ import torch
 from bus.errors import ConfigError
 
 MEGATRON_VERSION = "0.16.1"
-
 MODULES_NAMING_CUDA = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.async_utils",
@@ -43,14 +42,12 @@ MODULES_NAMING_CUDA = (
     "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.utils",
 )
-
 CPU_FOR = {
     "cuda": "cpu",
     "torch.cuda.FloatTensor": "torch.FloatTensor",
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-
 EXPECTED_IMPORT_WARNINGS = (
     r"`torch\.jit\.script",
     r"Transformer Engine and Apex are not installed",

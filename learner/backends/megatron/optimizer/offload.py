@@ -30,12 +30,9 @@ from learner.host_memory.copies import host_memory
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of gradients that are copied and updated at a time."""
-
-
 MAIN_AND_MOMENTS = ("main", *MOMENTS)
 SLOTS = 3
 """Buckets of a file that memory has at a time: one comes, one is updated, one leaves."""
-
 _Bucket = list[tuple[Tensor, dict[str, Any]]]
 """Parameters with their groups."""
 _Updated = tuple[Tensor, dict[str, Any], Tensor, Tensor, Tensor]

@@ -42,7 +42,6 @@ from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import State, part_of, spec_of
 
 log = structlog.get_logger()
-
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 

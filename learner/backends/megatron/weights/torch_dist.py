@@ -29,7 +29,6 @@ from learner.model_directories.lazy_weights import LazyWeights, Spec
 
 TENSORS = "__0_0.distcp"
 """The file that holds all tensors of a converted model."""
-
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
