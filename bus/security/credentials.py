@@ -40,10 +40,7 @@ class Credentials:
         return replace(self, stream_secret=self.stream_secret or self.token("streams"))
 
     def token(self, purpose: str) -> str:
-        """Return a secret that whoever has this file knows, and from which its key cannot be told.
-
-        Args:
-            purpose: what it is for; another one gives another secret."""
+        """Return a secret that whoever has this file knows, and from which its key cannot be told."""
         return blake2b(f"{self.run}/{purpose}".encode(), key=self.seed.encode(), digest_size=24).hexdigest()
 
     def tls(self) -> ssl.SSLContext:

@@ -99,15 +99,7 @@ def make_step_batch(
     advantages: Sequence[Sequence[float | NDArray[np.floating]]], *,
     policy_version: int, weights: Sequence[float] = (), baselines: Mapping[str, float] = NO_BASELINES,
 ) -> StepBatch:  # fmt: skip
-    """Give samples their advantages and the weight of their group (1 by default), and count.
-
-    Args:
-        groups: those of this rank.
-        samples: of their trained trajectories, in that order.
-        advantages: of every trajectory of the groups, one or [L].
-        policy_version: of the learner.
-        weights: importance weights of the groups' losses.
-        baselines: kept for the next step."""
+    """Give samples their advantages and the weight of their group (1 by default), and count."""
     trained = [
         (trajectory, np.asarray(found, np.float64), weight)
         for group, of_group, weight in zip(groups, advantages, weights or [1.0] * len(groups), strict=True)

@@ -206,11 +206,7 @@ def score(
     """Compute log-probs and entropy of the trained tokens. Every rank calls this.
 
     Args:
-        backend: its weights are bit for bit the same afterwards.
-        samples: the samples of this data-parallel rank, equal on the ranks that share a model with it.
-        policy: tag of a frozen policy; `None` is the current one.
-        tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
-        share_prefixes: compute once what samples of one prompt begin with."""
+        policy: tag of a frozen policy; `None` is the current one."""
     if policy is not None:
         with backend.frozen.in_place(policy):
             return score(

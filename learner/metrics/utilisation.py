@@ -12,11 +12,7 @@ GIB = 1 << 30
 
 def utilisation(seconds: Mapping[str, float], flops: float) -> dict[str, float]:
     """Return the share of the GPUs' peak that a step's updates reached, and this rank's memory since the last
-    call; nothing on a CPU. It asks the device of the thread.
-
-    Args:
-        seconds: of the step's parts; `update_s` is forward, backward and optimizer.
-        flops: of these passes, over all ranks."""
+    call; nothing on a CPU. It asks the device of the thread."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     found = {

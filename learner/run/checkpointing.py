@@ -90,12 +90,7 @@ class BestCheckpoint:
     """Follows one score of one data set. What it knows is part of the progress, and so of checkpoints."""
 
     def __init__(self, metric: str | None, progress: Progress, *, warms_up: bool) -> None:
-        """Follow `metric`, written `set/score`, or none. Results that another learner awaited never come.
-
-        Args:
-            metric: names a data set and one of its scores.
-            progress: of the learner, which this changes.
-            warms_up: whether the run has a supervised stage, whose first version no checkpoint holds."""
+        """Follow `metric`, written `set/score`, or none. Results that another learner awaited never come."""
         self._metric = metric
         self._progress = progress
         self._warms_up = warms_up

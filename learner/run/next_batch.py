@@ -77,14 +77,7 @@ class NextBatch:
         self, reader: ReplayReader, world: World, progress: Progress, *,
         steps: int, on_wait: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Lease nothing yet.
-
-        Args:
-            reader: asks storage for groups.
-            world: its ranks fetch them.
-            progress: of the learner; it says from which version its steps count.
-            steps: the last step that is trained.
-            on_wait: called with what a lease waits for, in words, and with "" when it has come."""
+        """Lease nothing yet."""
         self._reader, self._world, self._progress = reader, world, progress
         self._steps = steps
         self._on_wait = on_wait

@@ -102,12 +102,7 @@ class Profiling:
 
 
 def described(first: int, rows: Sequence[Mapping[str, Json]], ranks: Sequence[RankProfile]) -> Iterator[str]:
-    """Say in lines how long the steps took, by part, how idle each rank was, and what took its time.
-
-    Args:
-        first: the first step.
-        rows: numbers of each step.
-        ranks: what each rank recorded."""
+    """Say in lines how long the steps took, by part, how idle each rank was, and what took its time."""
     yield from (one.problem for one in ranks if one.problem)
     each_s = ranks[0].seconds / len(rows)
     yield f"{len(rows)} steps from step {first} on took {each_s:.3g} s each, of which:"

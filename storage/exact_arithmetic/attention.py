@@ -60,17 +60,7 @@ def _attend(
     query: Tensor, query_unit: Tensor, key: Tensor, key_unit: Tensor, value: Tensor, value_unit: Tensor, *,
     scale: float, visible: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Attend with integers: queries [B, heads, q, d], keys [B, groups, d, S] and values [B, groups, S, v].
-
-    Args:
-        query: its unit is [B, heads, q, 1].
-        query_unit: as said.
-        key: its unit is [B, groups, 1, S].
-        key_unit: as said.
-        value: its unit is [B, groups, 1, S].
-        value_unit: as said.
-        scale: multiplies the scores.
-        visible: bool, [B, 1, q, S] or what is broadcast to it."""
+    """Attend with integers: queries [B, heads, q, d], keys [B, groups, d, S] and values [B, groups, S, v]."""
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
     by_group = (batch, groups, heads // groups * queries, -1)

@@ -142,11 +142,7 @@ class Totals:
 
 
 def totals(sql: sqlite3.Connection, states: tuple[str, ...]) -> Totals:
-    """Count what is in the ledger. Raises `StorageError` when its entries do not add up.
-
-    Args:
-        sql: the ledger.
-        states: all that a lease may be in."""
+    """Count what is in the ledger. Raises `StorageError` when its entries do not add up."""
     marks = ", ".join("?" * len(states))
     query = f"SELECT lease_id, state FROM leases WHERE state NOT IN ({marks}) LIMIT 1"
     if (odd := sql.execute(query, states).fetchone()) is not None:

@@ -67,11 +67,7 @@ async def check_measured(bus: Bus, model: BlobRef, measured: Mapping[str, Sequen
 
 def check_measured_prompts(measured: Mapping[str, Sequence[Prompt]], model_directory: Path) -> None:
     """Raise `ConfigError` for a held-out prompt that shows an image which the model cannot see, or whose text
-    it would take for one.
-
-    Args:
-        measured: held-out prompts, by what they are called.
-        model_directory: files of the model."""
+    it would take for one."""
     images = None
     if ImageReader.of(model_directory) is not None:
         images = ImageChat.of(model_directory, read_tokenizer(model_directory))

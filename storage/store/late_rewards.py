@@ -117,11 +117,7 @@ class LateRewards:
     def expect(self, due: Iterable[Key], stored: Iterable[Key]) -> None:
         """Note, durably, which of the trajectories about to be stored have their reward due.
 
-        Raises `StorageError` when the disk refuses.
-
-        Args:
-            due: those whose reward comes later.
-            stored: all that are about to be stored."""
+        Raises `StorageError` when the disk refuses."""
         due = list(due)
         known = [key for key in stored if key[0] in self._late]
         if not due and not known:

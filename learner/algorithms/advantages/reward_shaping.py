@@ -61,12 +61,7 @@ def reference_penalties(
 ) -> TokenPenalties | None:
     """Return `kl_coef` times the estimated KL from the reference of each token; None if rewards lose nothing.
 
-    The policy is the one that sampled, by its recorded log-probs (arXiv:2501.03262, eq. 9, with k1).
-
-    Args:
-        groups: trajectories of one prompt each.
-        samples: of the trained trajectories, in that order, with `reference_logprobs`.
-        reference: says whether, how much, and by which estimator."""
+    The policy is the one that sampled, by its recorded log-probs (arXiv:2501.03262, eq. 9, with k1)."""
     if reference.kl_coef == 0 or reference.kl_in != "reward":
         return None
     remaining = iter(samples)

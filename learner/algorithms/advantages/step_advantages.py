@@ -106,13 +106,6 @@ def advantages_of_step(
 ) -> tuple[Sequence[Sequence[Advantage]], dict[str, float]]:  # fmt: skip
     """Return the advantage of each trajectory, and the baselines for the next step. Every rank calls this.
 
-    Args:
-        groups: those of this rank.
-        samples: of their trained trajectories, in that order, with the log-probs of all passes.
-        learner: says how.
-        sums: adds up over ranks.
-        baselines: what the step before left, the same on every rank; it stays as it is.
-
     Raises `ConfigError` for a function of the user's that misfits, and for rewards that an estimator cannot
     take."""
     shaped, penalties = _shaped(groups, samples, learner)

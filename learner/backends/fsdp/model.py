@@ -243,13 +243,9 @@ def shard(
     is short.
 
     Args:
-        hf_model: may have weights that mean nothing yet.
         dtype: of activations.
         offload: the shards lie in the host's memory.
-        recompute: the backward pass computes each layer again.
-        exact: as `PackedModel` takes it.
-        images: those of a vision-language model.
-        kernels: as `PackedModel` takes them."""
+        recompute: the backward pass computes each layer again."""
     model = PackedModel(hf_model, exact=exact, images=images, kernels=kernels)
     place = device()
     mesh = init_device_mesh(place.type, (dist.get_world_size(),))

@@ -44,15 +44,7 @@ class MegatronCritic:
         self, source: CriticSource, *, dtype: torch.dtype, parallel: ParallelConfig, shares: Shares,
         policy: Sequence[PolicyModel], settle_policy: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Build the model and load its weights.
-
-        Args:
-            source: weights and settings.
-            dtype: of the parameters.
-            parallel: the layout, which is the policy's.
-            shares: of micro-batches in this layout.
-            policy: this rank's pieces of the policy, from which a critic without a directory begins.
-            settle_policy: finishes what still writes these."""
+        """Build the model and load its weights."""
         self.hf_config = source.hf_config
         self.dtype = dtype
         self.parallel = parallel

@@ -83,16 +83,6 @@ class TrainedHead:
     ) -> None:  # fmt: skip
         """Build the head and load its weights, on the last stage of a pipeline.
 
-        Args:
-            policy: this rank's pieces of the model.
-            config: says how it is trained.
-            hf_config: of the model.
-            state: weights of the model and the head.
-            rules: of the head.
-            frozen: names in megatron-core of the weights that are not trained.
-            dtype: of the parameters.
-            parallel: the policy's layout.
-
         Raises `ConfigError` for weights that are missing or of another shape, and where none is trained."""
         self._config, self._hf_config, self._dtype = config, hf_config, dtype
         self.stages = parallel.pipeline
@@ -156,11 +146,7 @@ class TrainedHead:
     def update(self, config: OptimizerConfig, lr: float) -> dict[str, float]:
         """Update the head on the mean loss over its tokens of all ranks; return figures of the step.
 
-        An update whose loss or gradient is not finite is skipped, which the loss shows.
-
-        Args:
-            config: of the policy's optimizer.
-            lr: learning rate of the policy in this step."""
+        An update whose loss or gradient is not finite is skipped, which the loss shows."""
         finalize_gradients(self.ddp)
         configure_optimizer(self.optimizer, config, lr * self._config.lr_factor)
         totals = data_parallel_sum(self._sums)

@@ -83,9 +83,6 @@ def accumulate_gradients(
     """Run all micro-batches forwards and backwards; return the sums of each.
 
     Args:
-        chunks: this rank's pieces of the model.
-        optimizer: of these pieces.
-        shares: this rank's parts of the micro-batches.
         forward_step: (batches, model) to the model's output and a function from it to loss, tokens and sums.
 
     Returns nothing where the rank is not the last of its pipeline."""

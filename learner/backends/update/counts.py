@@ -48,13 +48,6 @@ class UpdateCounts:
     ) -> StepResult:
         """Count an update, and say what it did.
 
-        Args:
-            objective: it was on this one, from `objective`.
-            sums: over all ranks and micro-batches (learner/backends/update/loss_step.py).
-            norm: of the gradient before clipping.
-            lr: its learning rate.
-            config: of the optimizer.
-
         Raises `TrainingError` after `config.max_skipped_in_a_row` updates that were not finite."""
         tokens = int(sums["trained_tokens"])
         mean_loss = sums["loss"] / (sums["denominator"] or 1.0)

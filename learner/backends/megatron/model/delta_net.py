@@ -110,12 +110,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
     def _within_sequences(
         self, layout: StateLayout, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
     ) -> Tensor:
-        """Return the outputs of the heads that these parameters are of, [T, values, v].
-
-        Args:
-            layout: of the sequences.
-            inputs: as `_by_kind` returns them, of these heads and all tokens of the sequences.
-            parameters: `DIVIDED`, of these heads."""
+        """Return the outputs of the heads that these parameters are of, [T, values, v]."""
         mixed, step, decay = (x.flatten(1) for x in inputs)
         kernel, decay_base, bias = parameters
         # The root of the decay of a token (arXiv:2412.06464, section 3.1) is in float32: bfloat16 would round

@@ -101,14 +101,6 @@ def pack_layout(
 ) -> PackedLayout:  # fmt: skip
     """Precompute what attention needs, once per micro-batch.
 
-    Args:
-        batch: this rank's share.
-        ropes: angles of the positions, by their numbers in the layers.
-        dtype: dtype of the queries and keys.
-        context: the ranks that share the tokens.
-        sinks: says whether layers have sinks.
-        states: says whether layers take a state from token to token.
-
     Raises `ConfigError` for such layers and sequences that share prefixes."""
     tree, bounds = batch.tree, batch.cu_seqlens
     if tree is not None:
@@ -208,10 +200,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
 
         There are more ranks than key-value heads. As in megatron-core, the rows of each group are cut evenly
         over the ranks that share it, so that no rank has a head by itself, and every rank gathers all
-        outputs; the gradient of a key is the sum of those of all ranks that attend to it.
-
-        Args:
-            mixed: [T, 1, n], outputs of the rows that this rank has."""
+        outputs; the gradient of a key is the sum of those of all ranks that attend to it."""
         width, group = self.hidden_size_per_attention_head, self.pg_collection.tp
         sharing = self.world_size // self.config.num_query_groups
         number, place = divmod(group.rank(), sharing)

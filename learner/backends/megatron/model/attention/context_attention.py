@@ -101,8 +101,7 @@ def gathered_line(tokens: int, ranks: int) -> Tensor:
     """Return where each token of a line that is cut as one sequence is, when ranks are laid end to end.
 
     Args:
-        tokens: of the line, a multiple of 2 * ranks.
-        ranks: context-parallel ranks."""
+        tokens: of the line, a multiple of 2 * ranks."""
     [places] = gathered_places([tokens], ranks)
     return places
 
@@ -111,8 +110,7 @@ def gathered_places(lengths: Sequence[int], ranks: int) -> list[Tensor]:
     """Return where the tokens of each sequence are when the tokens of all ranks are laid end to end.
 
     Args:
-        lengths: of the sequences, each a multiple of 2 * ranks.
-        ranks: context-parallel ranks."""
+        lengths: of the sequences, each a multiple of 2 * ranks."""
     tokens_per_rank = sum(lengths) // ranks
     first_tokens = accumulate((length // ranks for length in lengths), initial=0)
     return [
@@ -141,9 +139,7 @@ def attend_to_gathered(
     Args:
         query: [T, heads, d] of this rank.
         key: [all T, groups, d], as `gathered` lays them end to end.
-        value: [all T, groups, d], likewise.
         layout: made by `context_layout` for the same micro-batch.
-        scale: factor of the scores.
         window: number of tokens that a query sees, its own the last of them; None is all before it.
         sinks: [heads], logits (learner/backends/megatron/model/attention/sink_attention.py).
 

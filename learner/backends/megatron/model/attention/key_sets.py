@@ -106,13 +106,9 @@ def differentiate(  # noqa: PLR0913 - those of torch's kernels
 
     Args:
         grad: [q, heads, d], gradient of the output over all sets.
-        query: [q, heads, d].
-        key: [k, groups, d].
-        value: [k, groups, d].
         output: [q, heads, d], over all sets.
         log_total: [q, heads], over all sets.
         sets: those to differentiate through.
-        scale: factor of the scores.
         window: as for `attend`."""
     if not query.is_cuda:
         return _differentiate_on_cpu(grad, query, key, value, output, log_total, sets, scale, window)

@@ -118,8 +118,7 @@ def rotated(x: Tensor, rotation: tuple[Tensor, ...], *, interleaved: bool) -> Te
 
     Args:
         x: pairs are neighbours where it is `interleaved`, else its halves.
-        rotation: cosines and sines of a `PackedLayout`, twice [T, 1, d].
-        interleaved: see above."""
+        rotation: cosines and sines of a `PackedLayout`, twice [T, 1, d]."""
     half = x.shape[-1] // 2
     cos, sin = rotation[0][..., :half], rotation[1][..., half:]
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])

@@ -36,9 +36,6 @@ def attend_around(
         query: [T, heads, d] of this rank.
         key: [T, groups, d] of this rank.
         value: [T, groups, v] of this rank.
-        steps: those of this rank, from a `RingLayout`.
-        group: the context-parallel ranks.
-        scale: factor of the scores.
 
     Returns [T, heads, v]."""
     attended: Tensor = _RingAttention.apply(query, key, value, steps, group, scale)  # type: ignore[no-untyped-call]
@@ -154,15 +151,7 @@ class _Exchange:
 def _add_block(
     output: Tensor, log_total: Tensor, query: Tensor, held: Sequence[Tensor], block: Block, scale: float
 ) -> None:
-    """Add what queries find in one block to their output and to the logarithms of their softmax's sums.
-
-    Args:
-        output: [T, heads, v] so far.
-        log_total: [T, heads] so far.
-        query: [T, heads, d].
-        held: keys and values of the step.
-        block: of the step.
-        scale: factor of the scores."""
+    """Add what queries find in one block to their output and to the logarithms of their softmax's sums."""
     rows, width = block.queries, output.shape[-1]
     query, key, value = of_one_width(query[rows], *(x[block.keys] for x in held))
     found, found_log_total = attend(query, key, value, block.sets, scale)
@@ -178,15 +167,7 @@ def _add_gradients(
     totals: Sequence[Tensor], query: Tensor, held: Sequence[Tensor],
     whole: tuple[Tensor, Tensor, Tensor], block: Block, scale: float,
 ) -> None:  # fmt: skip
-    """Add the gradients through one block to those of queries, and of the keys and values of the step.
-
-    Args:
-        totals: gradients so far.
-        query: [T, heads, d].
-        held: keys and values of the step.
-        whole: gradient of the output, the output and the logarithms of its softmax's sums, over all blocks.
-        block: of the step.
-        scale: factor of the scores."""
+    """Add the gradients through one block to those of queries, and of the keys and values of the step."""
     grad, output, log_total = (x[block.queries] for x in whole)
     query, key, value, grad, output = of_one_width(
         query[block.queries], *(x[block.keys] for x in held), grad, output
