@@ -26,6 +26,7 @@ from bus.streams.blob_store import get_blob
 from bus.streams.lost_data import OwnRecords, keep_streams
 from bus.topology import ensure, trajectories_streams
 from bus.waiting import RETRY_S, set_within
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.absent_actors import REMEDY
 from storage.dispatch.dispatcher import Counting, Dispatcher
@@ -182,7 +183,7 @@ async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts) 
         await owned.heldout.put(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
     for name, found in prompts.sets.items():
         await owned.heldout.put(found, f"evaluation.sets {name!r}", name)
-    settings.run.write_json(settings.run.config, json.loads(settings.config_json))
+    write_json(settings.run.config, json.loads(settings.config_json))
     await owned.records.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 
 

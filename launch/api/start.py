@@ -16,6 +16,7 @@ from launch.settings.environment_variables import run_variables, without_setting
 from launch.settings.run_config import resolve, validate
 from launch.settings.short_forms import short_sources, sources_of
 from launch.settings.sources import Source, merged
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 
 SETTINGS_FILE = "start.json"
@@ -73,7 +74,7 @@ def start(
         raise going_on(path, holder, "take it by launch.attach")
     settings_file = run.path / SETTINGS_FILE
     url = layer.get("bus", {}).pop("url", None)  # it may hold a password: no file and no argument has it
-    run.write_json(settings_file, to_jsonable_python(layer))
+    write_json(settings_file, to_jsonable_python(layer))
     variables = without_setting_variables() | ({} if url is None else {URL_VARIABLE: url})
     variables.pop("FORCE_COLOR", None)  # Jupyter sets it, and the output is a file
     if given.write():

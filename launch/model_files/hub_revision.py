@@ -7,7 +7,7 @@ import structlog
 
 from bus.errors import LostDataError
 from launch.model_files.hub_model import fetched_before, is_hub_name, newest_commit, with_commit
-from storage.disk.atomic_files import one_at_a_time, read_json
+from storage.disk.atomic_files import one_at_a_time, read_json, write_json
 from storage.disk.run_directory import RunDirectory
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ def pin(path: Path, run: RunDirectory) -> Path:
             commit = newest if here is None else here.name
             if commit is None or not COMMIT.fullmatch(commit):
                 return path  # whoever needs the files says that they are not to be had
-            run.write_json(run.model_commit, {"model": str(path), "commit": commit})
+            write_json(run.model_commit, {"model": str(path), "commit": commit})
             log.info("model_pinned", model=str(path), commit=commit, noted_in=str(run.model_commit))
         elif newest not in (None, commit):
             log.warning(

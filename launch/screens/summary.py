@@ -14,6 +14,7 @@ from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.status_texts import best_text
 from launch.run_view.units import UNKNOWN, count, duration, fraction, size
 from storage.disk import checkpoints
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer, number
 
@@ -83,7 +84,7 @@ def _supervised(run: RunDirectory) -> Summary:
 
 def write_summary(run: RunDirectory, summary: Summary) -> None:
     """Replace the run's summary.json at once."""
-    run.write_json(run.summary, summary)
+    write_json(run.summary, summary)
 
 
 def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:

@@ -96,7 +96,7 @@ class TeacherConfig(Config):
         return self.path is not None or self.url is not None
 
     @model_validator(mode="after")
-    def _is_in_one_place(self) -> Self:
+    def _settings_have_an_effect(self) -> Self:
         if self.url is None:
             for name in SERVED_ONLY:
                 if getattr(self, name) != type(self).model_fields[name].default:
@@ -109,10 +109,6 @@ class TeacherConfig(Config):
                 f"path={self.path} and url={self.url} are two teachers: leave out one of them, or name the "
                 "other in learner.teachers"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _top_k_is_all_or_nothing(self) -> Self:
         if self.kl == "top_k" and self.top_k is None:
             raise ValueError("kl=top_k needs the number of tokens: set top_k as well (16 is a good start)")
         if self.kl == "top_k" and not self.exists:
@@ -122,10 +118,6 @@ class TeacherConfig(Config):
                 f"top_k={self.top_k} and direction={self.direction} have no effect with kl=sampled: set "
                 "kl=top_k, or leave them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sources_have_a_teacher(self) -> Self:
         if self.sources and not self.exists:
             raise ValueError(f"sources={list(self.sources)} needs a teacher: set path or url as well")
         return self

@@ -1,13 +1,14 @@
 """Settings of the learner, which this module assembles. Loads without torch."""
 
 from itertools import combinations
+from math import inf
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
 from learner.config.advantage import NO_OVERLONG, OVERLONG, AdvantageConfig, GRPOAdvantage, OverlongPenalty
-from learner.config.algorithm import Aggregation, AggregationConfig, AutoAggregation
+from learner.config.algorithm import Aggregation, AggregationConfig, AutoAggregation, TokenMean
 from learner.config.backend import BackendName, refuse_unsupported
 from learner.config.batch import BatchConfig
 from learner.config.correction import (
@@ -18,6 +19,7 @@ from learner.config.correction import (
     NoRejection,
     Rejection,
     RejectionConfig,
+    TokenTIS,
     refuse_two_selections,
 )
 from learner.config.critic import NO_CRITIC, CriticConfig
@@ -28,9 +30,8 @@ from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
 from learner.config.loss import Loss, LossConfig, ReinforceLoss
 from learner.config.mtp import NO_MTP, MtpConfig, refuse_mtp
 from learner.config.optimizer import OptimizerConfig
-from learner.config.paper_objective import differences_from_papers, used_aggregation, used_correction
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
-from learner.config.plugin import NO_HOOK, HookConfig
+from learner.config.plugin import NO_HOOK, Choice, HookConfig
 from learner.config.publication import PublicationConfig
 
 
@@ -181,7 +182,12 @@ class LearnerConfig(Config):
     @property
     def used_correction(self) -> Correction:
         """Return the correction as configured, or the one that suits the loss and the rejections."""
-        return used_correction(self.correction, self.loss, self.used_rejections)
+        if not isinstance(self.correction, AutoCorrection):
+            return self.correction
+        if self.loss.facts.own_ratio:
+            return NoCorrection()
+        whole = any(one.whole_ratio for one in self.used_rejections)
+        return TokenTIS(truncation_cap=inf) if whole else TokenTIS()
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -197,15 +203,39 @@ class LearnerConfig(Config):
     @property
     def used_aggregation(self) -> Aggregation:
         """Return the aggregation as configured, or that of the loss's or rejection's paper."""
-        return used_aggregation(self.aggregation, self.loss, self.used_rejections)
+        if not isinstance(self.aggregation, AutoAggregation):
+            return self.aggregation
+        return self._aggregation_of_paper[0] or TokenMean()
+
+    @property
+    def _aggregation_of_paper(self) -> tuple[Aggregation | None, str]:
+        """Aggregation that the papers state, and which paper: that of the loss, else of the first rejection
+        that states one."""
+        facts = self.loss.facts
+        stated = [(facts.aggregation, facts.paper), *((r.aggregation, r.paper) for r in self.used_rejections)]
+        return next((pair for pair in stated if pair[0] is not None), (None, ""))
 
     @property
     def differences_from_papers(self) -> list[str]:
         """Say what is set otherwise than in the papers of the loss and the rejections, a sentence each."""
-        return differences_from_papers(self.aggregation, self.correction, self.loss, self.used_rejections)
+        found = []
+        (stated, paper), used = self._aggregation_of_paper, self.used_aggregation
+        if stated is not None and stated != used:
+            found.append(
+                f"The aggregation is {_named(used)}, and that of {paper} is {_named(stated)}: leave out "
+                f"learner.aggregation if {paper} is what you mean."
+            )
+        weight = self.used_correction
+        whole = weight.is_whole_ratio or self.loss.facts.own_ratio
+        return found + [
+            f"The correction is {_named(weight)}, and {one.paper} weighs what it keeps by the whole ratio: "
+            f"leave out learner.correction if {one.paper} is what you mean."
+            for one in self.used_rejections
+            if one.whole_ratio and not whole
+        ]
 
     @model_validator(mode="after")
-    def _backend_supports_the_settings(self) -> Self:
+    def _backend_suits_the_rest(self) -> Self:
         if self.backend == "fsdp":
             refuse_unsupported(
                 self.parallel,
@@ -214,10 +244,6 @@ class LearnerConfig(Config):
                 has_critic=self.has_critic,
                 share_prefixes=self.batch.share_prefixes,
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shared_prefixes_suit_context_ranks(self) -> Self:
         if self.batch.share_prefixes and self.parallel.context_min_tokens:
             raise ValueError(
                 "learner.batch.share_prefixes=true cuts the line of all segments over context ranks: set "
@@ -228,10 +254,6 @@ class LearnerConfig(Config):
                 "learner.batch.share_prefixes=true needs the keys of all ranks at once: set "
                 "learner.parallel.context_attention=gather, or share_prefixes=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_and_head_suit_the_rest(self) -> Self:
         refuse_lora(
             self.lora,
             optimizer=self.optimizer.matrices,
@@ -274,7 +296,7 @@ class LearnerConfig(Config):
         return tuple(one for one in configured if not isinstance(one, NoRejection))
 
     @model_validator(mode="after")
-    def _corrections_and_rejections_have_an_effect(self) -> Self:
+    def _objective_has_an_effect(self) -> Self:
         refuse_two_selections(self.used_rejections)
         if self.loss.facts.own_ratio and self.used_correction != NoCorrection():
             raise ValueError(
@@ -282,29 +304,17 @@ class LearnerConfig(Config):
                 f"{self.loss.type}, whose own ratio is to the policy that sampled: set it to none, or use "
                 "learner.loss.centre=proximal with ppo_clip"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _entropy_coef_begins_within_its_bound(self) -> Self:
         largest = self.entropy_target.largest_coef
         if self.entropy_target.nats is not None and self.entropy_coef > largest:
             raise ValueError(
                 f"learner.entropy_coef={self.entropy_coef} is above learner.entropy_target.largest_coef="
                 f"{largest}: lower the first, or raise the second"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _whitens_once(self) -> Self:
         if self.whiten_advantages and self.advantage.whitens:
             raise ValueError(
                 f"learner.whiten_advantages=true has no effect with learner.advantage.type="
                 f"{self.advantage.type}, which whitens by itself: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _first_pass_is_before_the_step(self) -> Self:
         updates = self.batch.updates
         if self.loss.facts.proximal == "first_pass" and updates > 1:
             raise ValueError(
@@ -327,7 +337,7 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _critic_is_used(self) -> Self:
+    def _critic_and_rewards_suit_the_advantage(self) -> Self:
         changed = sorted(self.critic.model_dump(exclude_defaults=True))
         if changed and not self.has_critic:
             raise ValueError(
@@ -335,10 +345,6 @@ class LearnerConfig(Config):
                 f"learner.advantage.type={self.advantage.type} has no critic: set that to gae, or set "
                 "learner.critic.train=always"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shaped_rewards_suit_the_advantage(self) -> Self:
         overlong = self.overlong.longest_tokens is not None
         kl = self.reference.kl_coef > 0 and self.reference.kl_in == "reward"
         parts, named = self.advantage.reward_parts, f"learner.advantage.type={self.advantage.type}"
@@ -365,3 +371,9 @@ class LearnerConfig(Config):
                 "reward one by one: use kl_in=loss"
             )
         return self
+
+
+def _named(choice: Choice) -> str:
+    settings = choice.model_dump(exclude={"type"}, exclude_none=True)
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return f"{choice.type} ({shown})" if shown else choice.type

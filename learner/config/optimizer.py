@@ -77,7 +77,7 @@ class OptimizerConfig(Config):
     """Number of updates in a row, skipped since loss or gradient was not finite, that ends the run."""
 
     @model_validator(mode="after")
-    def _muon_has_its_own_settings(self) -> Self:
+    def _settings_fit_each_other(self) -> Self:
         if self.matrices == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(
                 f"momentum={self.momentum} has no effect with matrices=adamw, whose means decay by beta1 and "
@@ -94,37 +94,21 @@ class OptimizerConfig(Config):
                 "weight of a matrix, as much as two moments in bfloat16; set state_dtype=float32, or "
                 "matrices=adamw"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _moments_can_move(self) -> Self:
         if self.state_dtype == "bfloat16" and self.beta2 > 0.99:
             raise ValueError(
                 f"state_dtype=bfloat16 needs beta2 <= 0.99 (it is {self.beta2}): bfloat16 has 8 bits, so "
                 "rounding swallows the small changes of a slower mean"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offloaded_moments_are_float32(self) -> Self:
         if self.offload and self.state_dtype != "float32":
             raise ValueError(
                 f"offload={self.offload} needs state_dtype=float32: it is {self.state_dtype}, which saves "
                 "memory of the device"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _directory_takes_something(self) -> Self:
         if self.offload_directory is not None and not self.offload:
             raise ValueError(
                 f"offload_directory={self.offload_directory} has no effect with offload=0: set offload to "
                 "the share of the state that it is to take, or leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_falls(self) -> Self:
         lowest = 0.0 if isinstance(self.schedule, ConstantSchedule) else self.schedule.min_lr
         if lowest > self.lr:
             raise ValueError(f"schedule.min_lr={lowest} is above lr={self.lr}: the schedule goes down")

@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from bus.codec import Json
 from bus.config import without_credentials
@@ -54,10 +56,62 @@ WRITTEN = (*MARKS, "counters.jsonl", "progress.json")
 """Files that show when something was last recorded."""
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A path of a run, whose first use makes the run's directory, the directory that it is, or nothing."""
+
+    name: str
+    makes: Literal["run", "directory", "nothing"] = "run"
+
+    def __get__(self, run: "RunDirectory", _: type) -> Path:
+        if self.makes == "directory":
+            return run._directory(self.name)
+        return (run.path if self.makes == "run" else run._path) / self.name
+
+
 class RunDirectory:
     """The paths of one run, `<root>/<name>/...`. Making the object creates nothing.
 
     The first use of a path creates the directory that it is, or that it lies in; `exists` does not."""
+
+    config = _Entry("config.json")
+    """Settings that storage has announced, JSON."""
+    asked_config = _Entry("asked.json")
+    """Settings that `launch local` was last given, which storage may refuse."""
+    learner_config = _Entry("learner.json")
+    """Settings with which the learner last started, JSON."""
+    model_commit = _Entry("model_commit.json", makes="nothing")
+    """Which commit a model of the Hugging Face hub is."""
+    metrics = _Entry("metrics.jsonl")
+    """The learner's metrics and the evaluations, JSON Lines."""
+    counters = _Entry("counters.jsonl")
+    """The actors' latest counters, JSON Lines."""
+    recorded = _Entry("recorded.json")
+    """Place on the bus up to which metrics and counters are recorded, JSON."""
+    summary = _Entry("summary.json")
+    """What came out in the end, JSON."""
+    curves = _Entry("curves.png")
+    """The learning curves, a picture."""
+    provenance = _Entry("provenance.json")
+    """What started the run, on which machine, with which versions, JSON."""
+    ending = _Entry("ending.json", makes="nothing")
+    """How the latest launch ended, JSON."""
+    alarms = _Entry("alarms.json")
+    """Alarms that were told and hold, JSON."""
+    held_out_answers = _Entry("held_out.sqlite")
+    """Database of answers to held-out prompts."""
+    ledger = _Entry("ledger.sqlite")
+    """The dispatcher's SQLite database."""
+    checkpoints = _Entry("checkpoints", makes="directory")
+    """The learner's checkpoints."""
+    export = _Entry("export", makes="directory")
+    """The trained model in Hugging Face format."""
+    data = _Entry("data", makes="directory")
+    """Generated prompts and demonstrations."""
+    logs = _Entry("logs", makes="directory")
+    """Log files, one for each process."""
+    bus = _Entry("bus", makes="directory")
+    """The embedded nats-server's store."""
 
     def __init__(self, root: Path, name: str) -> None:
         if not _NAME.fullmatch(name):
@@ -94,101 +148,6 @@ class RunDirectory:
         make_directory(self._path)
         return self._path
 
-    @property
-    def config(self) -> Path:
-        """Return the path of the settings that storage has announced, JSON."""
-        return self.path / "config.json"
-
-    @property
-    def asked_config(self) -> Path:
-        """Return the path of the settings that `launch local` was last given, which storage may refuse."""
-        return self.path / "asked.json"
-
-    @property
-    def learner_config(self) -> Path:
-        """Return the path of the settings with which the learner last started, JSON."""
-        return self.path / "learner.json"
-
-    @property
-    def model_commit(self) -> Path:
-        """Return the path of the note of which commit a model of the Hugging Face hub is; creates nothing."""
-        return self._path / "model_commit.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Return the path of the learner's metrics and the evaluations, JSON Lines."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def counters(self) -> Path:
-        """Return the path of the actors' latest counters, JSON Lines."""
-        return self.path / "counters.jsonl"
-
-    @property
-    def recorded(self) -> Path:
-        """Return the path of the place on the bus up to which metrics and counters are recorded, JSON."""
-        return self.path / "recorded.json"
-
-    @property
-    def summary(self) -> Path:
-        """Return the path of the summary of what came out in the end, JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def curves(self) -> Path:
-        """Return the path of the learning curves, a picture."""
-        return self.path / "curves.png"
-
-    @property
-    def provenance(self) -> Path:
-        """Return the path of what started the run, on which machine, with which versions, JSON."""
-        return self.path / "provenance.json"
-
-    @property
-    def ending(self) -> Path:
-        """Return the path of the note of how the latest launch ended, JSON; creates nothing."""
-        return self._path / "ending.json"
-
-    @property
-    def alarms(self) -> Path:
-        """Return the path of which alarms were told and hold, JSON."""
-        return self.path / "alarms.json"
-
-    @property
-    def held_out_answers(self) -> Path:
-        """Return the database of answers to held-out prompts."""
-        return self.path / "held_out.sqlite"
-
-    @property
-    def ledger(self) -> Path:
-        """Return the path of the dispatcher's SQLite database."""
-        return self.path / "ledger.sqlite"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the directory of the learner's checkpoints."""
-        return self._directory("checkpoints")
-
-    @property
-    def export(self) -> Path:
-        """Return the directory of the trained model in Hugging Face format."""
-        return self._directory("export")
-
-    @property
-    def data(self) -> Path:
-        """Generated prompts and demonstrations."""
-        return self._directory("data")
-
-    @property
-    def logs(self) -> Path:
-        """Return the directory of the log files, one for each process."""
-        return self._directory("logs")
-
-    @property
-    def bus(self) -> Path:
-        """Return the directory of the embedded nats-server's store."""
-        return self._directory("bus")
-
     def write_note(self, text: str) -> None:
         """Keep a note of the user's with the run instead of the one before; an empty one is none.
 
@@ -218,9 +177,6 @@ class RunDirectory:
     def replay(self, shard: int) -> Path:
         """Return the directory of the replay store of one shard."""
         return self._directory(f"replay/shard_{shard:02d}")
-
-    def write_json(self, path: Path, value: Json) -> None:
-        write_json(path, value)
 
     def write_provenance(self, changed: Mapping[str, Json] | None = None) -> None:
         """Record this start of the run after the earlier ones, as a list: the first and the latest are kept.

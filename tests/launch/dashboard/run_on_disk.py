@@ -19,6 +19,7 @@ from launch.settings.run_config import validate
 from learner.data.outcomes import ImportanceRatios
 from learner.metrics import trained_facts, trained_logprobs
 from learner.metrics.trained_facts import TrainedFacts
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.metrics.held_out_answers import HeldOutStore
@@ -73,7 +74,7 @@ def make_run(root: Path, name: str, *, steps: int = 40, seed: int = 0, shards: i
     settings = {"run": name, "replay": {"shards": shards}, "learner": {"steps": steps}}
     admission = {"groups_per_step": GROUPS_A_STEP, "samples_per_prompt": SAMPLES, "max_staleness": 4}
     run.config.write_text(validate(settings, {"admission": admission}).model_dump_json())
-    run.write_json(run.path / "progress.json", {"stage": "done", "step": steps, "policy_version": steps + 1})
+    write_json(run.path / "progress.json", {"stage": "done", "step": steps, "policy_version": steps + 1})
     run.write_provenance()
     write_tokenizer(run.path / "model")
     write_metrics(run, steps, seed)
@@ -147,7 +148,7 @@ def make_supervised_run(root: Path, name: str, *, steps: int = 20, margin: float
     warmup = {"steps": steps, "demonstrations": "pairs.jsonl", "loss": {"type": "dpo"}}
     settings = {"run": name, "warmup": warmup, "learner": {"steps": 0}}
     run.config.write_text(validate(settings).model_dump_json())
-    run.write_json(run.path / "progress.json", {"stage": "done", "step": 0, "warmup_step": steps})
+    write_json(run.path / "progress.json", {"stage": "done", "step": 0, "warmup_step": steps})
     run.write_provenance()
     rows = []
     for step in range(1, steps + 1):

@@ -22,6 +22,7 @@ from launch.dashboard.open_runs import OpenRuns
 from launch.run_view import run_status
 from launch.settings.run_config import RunConfig
 from soak.link import HOST, faulty_link
+from storage.disk.atomic_files import write_json
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.dashboard.run_on_disk import make_run, make_supervised_run, write_held_out_answers
 from tests.launch.dashboard.test_dashboard_server import TOKEN, no_bus, served
@@ -437,11 +438,11 @@ async def test_a_reader_whose_cookie_is_refused_is_led_to_the_login_page(root: P
 
 async def test_why_a_run_does_not_answer_is_said(tmp_path: Path):
     run = make_run(tmp_path, "silent", steps=3)
-    run.write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
+    write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
     async with served(OpenRuns(tmp_path, no_bus)) as url, opened(url) as page:
         await page.goto(f"{url}/#/runs/silent")
         await page.locator(".words", has_text="(nobody knows the bus of silent)").wait_for()
-        run.write_json(run.ending, {"state": "failed", "problem": "learner: no GPU"})
+        write_json(run.ending, {"state": "failed", "problem": "learner: no GPU"})
         make_run(tmp_path, "better", steps=9)  # which is finished
         await page.reload()
         await page.locator(".words", has_text="The run failed: learner: no GPU (nobody").wait_for()
@@ -458,7 +459,7 @@ async def test_a_page_that_is_cut_off_says_that_the_run_is_not_known_and_since_w
     bus: Bus, server: NatsServer, tmp_path: Path
 ):
     run = make_run(tmp_path, "test", steps=3)
-    run.write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
+    write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
     await answer(bus)
     async with faulty_link(server.port) as link, speaking(bus, storage(), learner(), actor()):
         where = RunConfig(run="test", bus=BusConfig(url=f"nats://{HOST}:{link.port}"))

@@ -30,6 +30,7 @@ from launch.trajectories.training import importance_ratios
 from learner.metrics import trained_facts
 from learner.metrics.trained_facts import TrainedFacts
 from learner.metrics.trained_logprobs import TrainedLogprobs
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.model_files.packed_files import bundle
@@ -226,7 +227,7 @@ async def test_why_a_trajectory_was_not_trained_is_told(tmp_path: Path):
     assert await told(opponent) == "not trained, because solver is not the policy that is trained"
     assert await told(late) == "not trained, because its end, timeout, says nothing about the policy"
     assert await told(waiting) == "not trained, because the run is finished and no step trained on its group"
-    run.write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
+    write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
     with (run.path / "lock").open("w"):  # a process that goes on with the run
         assert await told(waiting) == "not trained yet: its group waits for a step"
         assert await told(given) == "given to step 4, which has not ended"

@@ -5,6 +5,7 @@ from pathlib import Path
 from launch.local.local import _run_parts
 from launch.local.supervisor import Part
 from launch.settings.run_config import RunConfig
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 
 
@@ -17,7 +18,7 @@ def test_actors_may_end_once_the_run_is_done(tmp_path: Path):
     actors = actors_of(RunConfig(run="mine", directory=tmp_path), run)
     assert not actors.may_end()  # somebody stopped them: they are started again
     for stage, may_end in (("rl", False), ("done", True)):
-        run.write_json(run.path / "progress.json", {"stage": stage})
+        write_json(run.path / "progress.json", {"stage": stage})
         assert actors.may_end() is may_end
 
 

@@ -16,7 +16,8 @@ from launch.local import local
 from launch.local.supervisor import Part, Supervisor
 from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.settings.run_config import resolve, validate
-from storage.disk.run_directory import RunDirectory, write_json
+from storage.disk.atomic_files import write_json
+from storage.disk.run_directory import RunDirectory
 from tests.storage.serving import until
 
 pytestmark = pytest.mark.nats

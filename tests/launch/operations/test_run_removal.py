@@ -16,7 +16,7 @@ from launch.cli.main import main
 from launch.operations import run_removal
 from launch.operations.run_removal import remove_run
 from launch.settings.run_config import RunConfig, resolve
-from storage.disk.atomic_files import try_lock
+from storage.disk.atomic_files import try_lock, write_json
 from storage.disk.run_directory import RunDirectory
 
 pytestmark = pytest.mark.nats
@@ -67,9 +67,9 @@ async def test_a_run_goes_with_the_runs_of_its_further_policies_and_one_of_anoth
     )
     for name, trains, ending in runs:
         run = RunDirectory(where.directory, name)
-        run.write_json(run.config, {"trains": trains})
+        write_json(run.config, {"trains": trains})
         run.write_provenance()
-        run.write_json(run.ending, {"state": ending, "host": "elsewhere" if ending == "lost" else ""})
+        write_json(run.ending, {"state": ending, "host": "elsewhere" if ending == "lost" else ""})
     await remove_run(where, on_bus=False, confirmed=True, stop=STOP)
     assert sorted(path.name for path in where.directory.iterdir()) == ["test__own", "theirs"]
     theirs = where.model_copy(update={"run": "theirs"})

@@ -21,6 +21,7 @@ from launch.run_view import alert_calls
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.monitor import RunMonitor
 from launch.settings.run_config import RunConfig, validate
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from tests.launch.messages import FACTS, Clock, learner
 from tests.storage.serving import until
@@ -61,7 +62,7 @@ async def test_a_failure_is_told_to_the_command_with_its_error_and_an_order_to_s
         with pytest.raises(ConfigError, match="no such reward"):
             await fail(stop)
     [event] = told(tmp_path / "told")
-    run.write_json(run.ending, {"state": "lost"})  # as at a start, without room for how it ended
+    write_json(run.ending, {"state": "lost"})  # as at a start, without room for how it ended
     with pytest.raises(OSError, match="no room"):
         async with calls.failure_told(run):
             raise OSError("no room")

@@ -11,6 +11,7 @@ from bus.errors import LostDataError
 from launch.run_view.run_files import RunFiles
 from launch.screens.conclusion import concluding
 from launch.settings.run_config import RunConfig
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.messages import learner, metrics, storage
@@ -57,7 +58,7 @@ async def test_storage_that_is_stopped_before_the_end_makes_them_too(bus: Bus, r
 
 async def test_storage_that_heard_no_learner_leaves_the_summary_as_it_is(bus: Bus, run: RunDirectory):
     append_records(run.metrics, [metrics_record(metrics(1))])
-    run.write_json(run.summary, {"steps": 400})
+    write_json(run.summary, {"steps": 400})
     async with concluding(bus, RunConfig(run="test"), run):
         pass
     assert json.loads(run.summary.read_text()) == {"steps": 400}

@@ -12,11 +12,10 @@ from launch.checks.start_checks import start_remarks
 from launch.settings.run_config import resolve
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.losses.objective import Objective
-from learner.config.algorithm import AutoAggregation, ConstantDenominator, SequenceMean, TokenMean
-from learner.config.correction import AutoCorrection, NoCorrection, TokenTIS
+from learner.config.algorithm import ConstantDenominator, SequenceMean, TokenMean
+from learner.config.correction import NoCorrection, TokenTIS
 from learner.config.learner import LearnerConfig
 from learner.config.loss import Loss, LossFacts, PluginLoss, UsedLoss
-from learner.config.paper_objective import used_aggregation, used_correction
 from learner.run.service import say_objective
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
 from tests.learner.choices import LOSSES
@@ -140,10 +139,9 @@ class OwnRatio(Toy):
 
 
 def test_a_loss_that_states_nothing_is_corrected_and_sees_whole_sequences():
-    correction, aggregation = AutoCorrection(), AutoAggregation()
-    assert used_correction(correction, Toy(), []) == TokenTIS()
-    assert used_correction(correction, OwnRatio(), []) == NoCorrection()
-    assert used_aggregation(aggregation, Toy(), []) == TokenMean()
+    toy, own = (LearnerConfig().model_copy(update={"loss": loss}) for loss in (Toy(), OwnRatio()))
+    assert (toy.used_correction, own.used_correction) == (TokenTIS(), NoCorrection())
+    assert toy.used_aggregation == TokenMean()
     assert not Objective(Toy(), TokenTIS()).is_separable
     assert Objective(OwnRatio()).is_separable
 

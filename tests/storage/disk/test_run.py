@@ -7,7 +7,8 @@ import pytest
 
 from bus.errors import ConfigError, LostDataError
 from storage.disk import run_directory
-from storage.disk.run_directory import RunDirectory, write_json
+from storage.disk.atomic_files import write_json
+from storage.disk.run_directory import RunDirectory
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "a/b", "..", "a*", ">", "é", "x" * 65, "a\n"])
@@ -40,7 +41,7 @@ def test_every_path_is_ready_to_be_written(tmp_path):
 
 def test_json_is_replaced_whole(tmp_path):
     run = RunDirectory(tmp_path, "a")
-    run.write_json(run.summary, {"accuracy": 0.9})
+    write_json(run.summary, {"accuracy": 0.9})
     write_json(run.summary, {"accuracy": 1.0})
     assert json.loads(run.summary.read_text()) == {"accuracy": 1.0}
     assert [path.name for path in run.path.iterdir()] == ["summary.json"]
@@ -91,7 +92,7 @@ def test_a_directory_of_an_older_build_is_refused(tmp_path):
     run.refuse_other_format()
     starts = json.loads(run.provenance.read_text())
     del starts[0]["format"]  # as older builds wrote it
-    run.write_json(run.provenance, [starts[0] | {"git_commit": "abc"}])
+    write_json(run.provenance, [starts[0] | {"git_commit": "abc"}])
     for use in (run.refuse_other_format, run.write_provenance):
         with pytest.raises(ConfigError, match=r"old has format 1, this build reads format 2: .* commit abc"):
             use()
