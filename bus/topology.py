@@ -118,9 +118,14 @@ class Topology:
             *((trajectories_stream(n), self.shard_consumer(n)) for n in range(shards)),
         )
 
+    @staticmethod
+    def shard_durable(shard: int) -> str:
+        """Return the name of the consumer of a shard's trajectories."""
+        return f"shard-{shard}"
+
     def shard_consumer(self, shard: int) -> ConsumerConfig:
         """Return the consumer by which a shard takes its trajectories."""
-        return self._consumer(f"shard-{shard}", "trajectories", shard)
+        return self._consumer(self.shard_durable(shard), "trajectories", shard)
 
     def trajectories_bytes(self, shards: int) -> int:
         """Return the bytes of trajectories that one stream holds, and one shard of what does not pass it."""
@@ -167,7 +172,7 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
     """Create or update the run's streams and consumers; return the streams that were new.
 
     Streams of an older build get this build's settings: TRAJECTORIES, which had the subjects of all shards,
-    takes the first shard's alone (`storage/shard/older_stream.py`). Raises `BusError` when the server has no
+    takes the first shard's alone (`storage/shard/server.py`). Raises `BusError` when the server has no
     JetStream or refuses, as it does for settings of a stream that cannot change, and `ConfigError` when it
     has no room."""
     created = set()

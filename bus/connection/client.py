@@ -17,8 +17,7 @@ from nats.aio.msg import Msg
 from nats.protocol.parser import PERMISSIONS_ERR
 
 from bus.config import BusConfig, without_credentials
-from bus.errors import BusAwayError, ConfigError
-from bus.library_errors import LOGIN_REFUSED, tells
+from bus.errors import LOGIN_REFUSED, BusAwayError, ConfigError, tells
 from bus.security.credentials import BUS_NAME, Credentials
 from bus.security.permissions import inbox_prefix
 from bus.security.stream_access import StreamAccess

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import JsonValue
 
-from learner.config.entropy import EntropyTargetConfig
+from learner.config.algorithm import EntropyTargetConfig
 
 
 @dataclass(frozen=True, slots=True)

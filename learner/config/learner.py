@@ -8,7 +8,14 @@ from pydantic import Field, model_validator
 
 from bus.config import Config
 from learner.config.advantage import NO_OVERLONG, OVERLONG, AdvantageConfig, GRPOAdvantage, OverlongPenalty
-from learner.config.algorithm import Aggregation, AggregationConfig, AutoAggregation, TokenMean
+from learner.config.algorithm import (
+    NO_ENTROPY_TARGET,
+    Aggregation,
+    AggregationConfig,
+    AutoAggregation,
+    EntropyTargetConfig,
+    TokenMean,
+)
 from learner.config.backend import BackendName, refuse_unsupported
 from learner.config.batch import BatchConfig
 from learner.config.correction import (
@@ -24,7 +31,6 @@ from learner.config.correction import (
 )
 from learner.config.critic import NO_CRITIC, CriticConfig
 from learner.config.diagnostics import DiagnosticsConfig, RecordedLogprobsConfig
-from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
 from learner.config.loss import Loss, LossConfig, ReinforceLoss

@@ -12,8 +12,6 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from bus.process.host_limits import usable_cores
 from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
-from learner.model_directories import mxfp4_weights
-from learner.model_directories.int4_weights import FromInt4Weights, group_size
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import (
     INDEX_FILE,
@@ -22,8 +20,15 @@ from learner.model_directories.model_directory import (
     HFWeights,
     save_weights,
 )
-from learner.model_directories.mxfp4_weights import FromMxfp4Weights
-from learner.model_directories.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
+from learner.model_directories.quantised_weights import (
+    MXFP4,
+    DequantisedWeights,
+    FromInt4Weights,
+    FromMxfp4Weights,
+    QuantisedWeights,
+    blocks_of,
+    group_size,
+)
 from storage.model_files.packed_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.fp8 import Blocks
 from storage.weights.quantisation import CONVERTIBLE, FLOAT_LAYOUT, LAYOUT, METHOD, quantisation_config
@@ -96,7 +101,7 @@ def _config(source: Path) -> dict[str, Json]:
 
 def _undone(source: Path, found: Json, dtype: torch.dtype, threads: Executor) -> LazyWeights:
     stored = HFWeights(source, STORED_DTYPES)
-    if isinstance(found, dict) and found.get("quant_method") == mxfp4_weights.METHOD:
+    if isinstance(found, dict) and found.get("quant_method") == MXFP4:
         return FromMxfp4Weights(stored, dtype)
     if not isinstance(found, dict) or found.get("quant_method") != METHOD:
         return DequantisedWeights(stored, _blocks(source, found), dtype, threads)
@@ -117,7 +122,6 @@ def _blocks(source: Path, found: Json) -> Blocks | None:
     if not isinstance(found, dict) or method != "fp8":
         how = f"by {method!r}" if method else "by nothing that it names"
         raise ConfigError(
-            f"{source} is quantised {how} in its {CONFIG}: 'fp8', '{mxfp4_weights.METHOD}' and '{METHOD}' "
-            "can be converted"
+            f"{source} is quantised {how} in its {CONFIG}: 'fp8', '{MXFP4}' and '{METHOD}' can be converted"
         )
     return blocks_of(source / CONFIG, found.get("weight_block_size"))

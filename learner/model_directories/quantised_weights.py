@@ -1,9 +1,15 @@
-"""Weights that are quantised, or no longer quantised, one at a time as they are read."""
+"""Weights that are quantised, or no longer quantised, one at a time as they are read.
+
+In MXFP4, as gpt-oss is published, a tensor `x` of all experts, [experts, inputs, outputs], is stored as
+`x_blocks`, uint8 [experts, outputs, inputs / 32, 16], of which each byte has two elements, the first in its
+lower half, and `x_scales`, uint8 [experts, outputs, inputs / 32], exponents of 2 with 127 added (OCP
+Microscaling Formats 1.0, section 5)."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +18,17 @@ from bus.errors import ConfigError, StorageError
 from learner.host_memory.host_tensors import NAMES, host_tensors
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from storage.weights.fp8 import TASK_ELEMENTS, Blocks, dequantised
-from storage.weights.quantisation import FileFormat, is_quantised, scale_names, weight_of
+from storage.weights.int4 import PACKED_COLUMNS, unpacked
+from storage.weights.quantisation import (
+    LAYOUT,
+    PACKED,
+    SHAPE,
+    FileFormat,
+    is_quantised,
+    scale_names,
+    weight_of,
+)
+from storage.weights.quantisation import TENSOR_SCALE as SCALE
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import TORCH_DTYPES, HostTensor
 
@@ -139,3 +155,131 @@ def _scales_of_codes(weights: LazyWeights, blocks: Blocks | None) -> Iterator[tu
         if given != counts and (blocks is not None or given not in ((), (1,), (1, 1), (shape[0],))):
             raise ConfigError(f"{found[0]} must be {list(counts)}, and is {list(given)}")
         yield name, found[0]
+
+
+MXFP4 = "mxfp4"
+BLOCKS, SCALES = "_blocks", "_scales"
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
+"""Values of the 16 codes of an element: a sign, two bits of an exponent, and one of a mantissa."""
+_BIAS, _NAN = 127, 255
+_ELEMENTS = 32
+"""Elements that share a scale."""
+
+
+class FromMxfp4Weights(LazyWeights):
+    """The weights that blocks and scales stand for, in `dtype`; the others are as they are.
+
+    Raises `ConfigError` when it is made for blocks whose scales do not fit."""
+
+    def __init__(self, weights: LazyWeights, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the weights in MXFP4."""
+        for name in (found.removesuffix(BLOCKS) for found in weights if found.endswith(BLOCKS)):
+            shape = weights.spec(name + BLOCKS).shape
+            scales = weights.spec(name + SCALES).shape if name + SCALES in weights else None
+            if len(shape) != 4 or shape[3] * 2 != _ELEMENTS or scales != shape[:3]:
+                raise ConfigError(
+                    f"{name}{BLOCKS} is {list(shape)}, and {name}{SCALES} is "
+                    f"{'missing' if scales is None else list(scales)}: blocks must be [experts, outputs, "
+                    "inputs / 32, 16], and their scales the same without the last"
+                )
+            self._shapes[name] = (shape[0], shape[2] * _ELEMENTS, shape[1])
+        gone = {name + suffix for name in self._shapes for suffix in (BLOCKS, SCALES)}
+        kept = (name for name in weights if name not in gone or name.endswith(BLOCKS))
+        super().__init__(dict.fromkeys(name.removesuffix(BLOCKS) for name in kept))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._shapes:
+            return self._weights[name]
+        blocks, scales = self._weights[name + BLOCKS], self._weights[name + SCALES]
+        if (scales == _NAN).any():
+            raise StorageError(f"{name}{SCALES} has {_NAN}, which is no number: the file is damaged")
+        whole = torch.empty(self._shapes[name], dtype=self._dtype)
+        for expert, (codes, exponents) in enumerate(zip(blocks, scales, strict=True)):
+            whole[expert] = decoded(codes, exponents).t()
+        return whole
+
+    def spec(self, name: str) -> Spec:
+        return Spec(self._shapes[name], self._dtype) if name in self._shapes else self._weights.spec(name)
+
+
+def decoded(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return float32 [outputs, inputs] of one expert's blocks [outputs, inputs / 32, 16] and scales."""
+    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    values = torch.ldexp(VALUES[pairs.long()], exponents[..., None].int() - _BIAS)
+    return values.flatten(1)
+
+
+GROUP_INDEX = "_g_idx"
+"""Ends the names of tensors that say which group each column is in, where that is not by its place."""
+IN_ORDER = (None, False, "weight", "static")
+"""What `actorder` may be where groups are of columns beside each other."""
+
+
+def group_size(config: Mapping[str, Json]) -> int | None:
+    """Return how many columns beside each other share a scale, by a `quantization_config`; None where it is
+    another format."""
+    groups = config.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    if config.get("format") != LAYOUT or len(schemes) != 1 or not isinstance(schemes[0], dict):
+        return None
+    weights = schemes[0].get("weights")
+    if not isinstance(weights, dict) or (weights.get("num_bits"), weights.get("symmetric")) != (4, True):
+        return None
+    if weights.get("actorder") not in IN_ORDER:
+        return None
+    size = weights.get("group_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+class FromInt4Weights(LazyWeights):
+    """The weights that packed codes and scales stand for, in `dtype`; the others are as they are.
+
+    Raises `ConfigError` when it is made for codes whose scales do not fit, or are of columns in another
+    order."""
+
+    def __init__(
+        self, weights: LazyWeights, group: int, dtype: torch.dtype, threads: Executor | None = None
+    ) -> None:
+        self._weights = weights
+        self._threads = threads
+        self._dtype = dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the weights in int4."""
+        for name in (found.removesuffix(PACKED) for found in weights if found.endswith(PACKED)):
+            if name + SCALE not in weights or name + SHAPE not in weights:
+                raise ConfigError(f"{name}{PACKED} has no {name}{SCALE} or no {name}{SHAPE} beside it")
+            if name + GROUP_INDEX in weights:
+                raise ConfigError(
+                    f"{name}{GROUP_INDEX} puts columns into groups in another order than theirs (actorder): "
+                    "groups of columns beside each other alone can be converted"
+                )
+            shape = tuple(weights[name + SHAPE].tolist())
+            rows, columns = weights.spec(name + PACKED).shape
+            given = weights.spec(name + SCALE).shape
+            wanted = (rows, shape[1] // group)
+            if shape != (rows, PACKED_COLUMNS * columns) or given != wanted or shape[1] % group:
+                raise ConfigError(
+                    f"{name}{SCALE} must be {list(wanted)} for {list(shape)}, and is {list(given)}"
+                )
+            self._shapes[name] = shape
+        gone = {name + suffix for name in self._shapes for suffix in (PACKED, SCALE, SHAPE)}
+        kept = (name for name in weights if name not in gone or name.endswith(PACKED))
+        super().__init__(dict.fromkeys(name.removesuffix(PACKED) for name in kept))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._shapes:
+            return self._weights[name]
+        words, scales = self._weights[name + PACKED].numpy(), self._weights[name + SCALE].float().numpy()
+        found = torch.from_numpy(
+            unpacked(words.view(np.uint32), scales, self._shapes[name][1], self._threads)
+        )
+        if not found.isfinite().all():
+            raise StorageError(f"{name} has values that are not finite: its scales are damaged")
+        return found.to(self._dtype)
+
+    def spec(self, name: str) -> Spec:
+        return Spec(self._shapes[name], self._dtype) if name in self._shapes else self._weights.spec(name)

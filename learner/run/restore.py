@@ -12,9 +12,8 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.process_settings import LearnerSettings
 from learner.distributed.process_group import use_threads
-from learner.initial.critic_source import critic_source
 from learner.initial.initial import Initial
-from learner.initial.unfit_settings import refuse_unfit
+from learner.initial.unfit_settings import critic_source, refuse_unfit
 from learner.logprobs.frozen_policies import hold_frozen_policies
 from learner.model_directories.checkpoint_manifest import adapters_beside
 from learner.progress.progress import Progress

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,10 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+import torch
+import torch.distributed as dist
 
 from bus.connection import Bus
 from bus.connection.roles import guarded, hold_role
 from bus.connection.status import Activity, report_status
+from bus.errors import ConfigError
 from bus.process.process_tuning import few_collections, return_freed_memory
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
@@ -22,7 +26,7 @@ from learner.checkpoint.commit import read_extra
 from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.config.learner import LearnerConfig
 from learner.config.process_settings import LearnerSettings
-from learner.distributed.process_group import world_rank, world_size
+from learner.distributed.process_group import device, world_rank, world_size
 from learner.initial.initial import prepare
 from learner.logprobs.served_teachers import refuse_other_teachers
 from learner.model_directories.dtypes import published_bytes, published_dtype
@@ -30,10 +34,10 @@ from learner.progress.progress import Progress
 from learner.run.restore import restore_backend
 from learner.run.train import Learner
 from learner.world.channel import Channel
-from learner.world.hosts import refuse_unshared
 from learner.world.rank import Rank, in_thread
 from learner.world.world import World
 from storage.client.reader import ReplayReader
+from storage.disk.atomic_files import make_directory
 from storage.weights.blob_stores import blob_store, chosen_transport
 
 log = structlog.get_logger()
@@ -149,3 +153,39 @@ def build(
     return_freed_memory()  # of what was read
     size = published_bytes(initial.state, published_dtype(settings.learner, settings.model))
     return Built(World(channel, rank, settings), progress, size)
+
+
+SEEN_WITHIN_S = 10.0
+"""Network file systems show a new file to other hosts after some seconds."""
+
+
+def refuse_unshared(directory: Path) -> None:
+    """Raise `ConfigError` on every rank when one does not see what rank 0 writes in `directory`.
+
+    Each rank writes its part of a checkpoint. Every rank calls this."""
+    if dist.get_world_size() == 1:
+        return
+    number = torch.randint(1 << 62, (1,), device=device())
+    dist.broadcast(number, 0)  # a new name each time: a mark of an earlier start proves nothing
+    mark = directory / f".seen-{int(number):x}"
+    if dist.get_rank() == 0:
+        make_directory(directory)
+        mark.touch()
+    seen = torch.tensor(int(_appears(mark)), device=device())
+    dist.all_reduce(seen)  # also waits until every rank has looked: only then may the mark go
+    if dist.get_rank() == 0:
+        mark.unlink()
+    if int(seen) < dist.get_world_size():
+        raise ConfigError(
+            f"{dist.get_world_size() - int(seen)} ranks do not see rank 0's files in {directory}: the hosts "
+            "of a learner share the run's directory; name one on a shared file system with --directory"
+        )
+
+
+def _appears(mark: Path) -> bool:
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

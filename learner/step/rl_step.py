@@ -26,9 +26,8 @@ from learner.data.packing import (
     without_experts,
 )
 from learner.logprobs.frozen_policies import refresh_reference
-from learner.logprobs.logprobs import with_logprobs, with_own_experts
+from learner.logprobs.logprobs import critic_of, with_logprobs, with_own_experts, with_values
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers
-from learner.logprobs.values import critic_of, with_values
 from learner.progress.lineage import TrainedStep
 
 

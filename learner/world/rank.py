@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from bus.codec import Json
-from bus.errors import UnreadableGroupsError, WorldError
-from bus.library_errors import RANK_LOST, tells
+from bus.errors import RANK_LOST, UnreadableGroupsError, WorldError, tells
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups

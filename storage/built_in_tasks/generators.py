@@ -1,23 +1,66 @@
 """Built-in tasks: prompts, held-out prompts and noisy demonstrations, written once as JSON Lines files."""
 
+import base64
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from random import Random
+
+from PIL import Image, ImageDraw
 
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.built_in_tasks import demonstrations as shown
 from storage.built_in_tasks import lookup_tasks as lookups
-from storage.built_in_tasks import picture_tasks as pictures
 from storage.built_in_tasks import tiny_repositories as repositories
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompt_files.dataset import is_trained, prompt_content, tool_schemas
 from storage.prompt_files.rows import Row, read_rows
+
+CELLS, CELL = 3, 8
+"""Cells in a row of a picture, and the pixels of one, in which there is one shape at most."""
+MARGIN = 1
+"""Pixels around a shape in its cell."""
+MOST = 6
+"""Most shapes in a picture; there is one at least."""
+COLOURS = ((220, 40, 40), (40, 160, 60), (50, 80, 220), (230, 160, 20))
+PAPER = (245, 245, 245)
+COUNT_PROBLEMS = 10**6
+
+
+def count_problem(number: int) -> tuple[list[Json], str]:
+    """Return a message that shows a picture and asks how many shapes it has, and the answer."""
+    rng = Random(number)
+    shapes = rng.randint(1, MOST)
+    content: list[Json] = [
+        {"type": "image_url", "image_url": {"url": _picture(shapes, rng)}},
+        {"type": "text", "text": "shapes?"},
+    ]
+    return [{"role": "user", "content": content}], str(shapes)
+
+
+def count_demonstration(number: int, rng: Random, wrong: bool) -> str:
+    """Return the number of shapes; a wrong answer is off by one."""
+    shapes = Random(number).randint(1, MOST)
+    return str(shapes + rng.choice((-1, 1)) if wrong else shapes)
+
+
+def _picture(shapes: int, rng: Random) -> str:
+    picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), PAPER)
+    draw = ImageDraw.Draw(picture)
+    for cell in rng.sample(range(CELLS**2), shapes):
+        left, top = cell % CELLS * CELL + MARGIN, cell // CELLS * CELL + MARGIN
+        box = (left, top, left + CELL - 2 * MARGIN - 1, top + CELL - 2 * MARGIN - 1)
+        rng.choice((draw.ellipse, draw.rectangle))(box, fill=rng.choice(COLOURS))
+    file = BytesIO()
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
 
 GENERATOR_VERSION = 2
 """Version of the generators; raise it when one writes other rows for the same parameters."""
@@ -301,9 +344,9 @@ TASKS = {
         lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.6
     ),
     "count": BuiltInTask(
-        pictures.count_problem,
-        pictures.count_demonstration,
-        problems=pictures.COUNT_PROBLEMS,
+        count_problem,
+        count_demonstration,
+        problems=COUNT_PROBLEMS,
         wrong_share=0.5,
         prompts=6000,
         heldout=128,

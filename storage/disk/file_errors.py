@@ -7,8 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bus.errors import ConfigError, DiskFullError, SluiceError, StorageError
-from bus.library_errors import FILE_NOT_WRITTEN, system_errors, tells
+from bus.errors import (
+    FILE_NOT_WRITTEN,
+    ConfigError,
+    DiskFullError,
+    SluiceError,
+    StorageError,
+    system_errors,
+    tells,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {

@@ -1,4 +1,4 @@
-"""No code asks for the text of an error, but by `bus/library_errors.py`."""
+"""No code asks for the text of an error, but by `bus/errors.py`."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 PACKAGES = ("bus", "storage", "actors", "learner", "launch")
 ROOT = Path(__file__).parents[2]
-TABLE = "bus/library_errors.py"
+TABLE = "bus/errors.py"
 TEXT_OF_ERROR = r"(?s)\bas (\w+):.*\b(str|repr)\(\1\)|\b(\w+): [\w.]*(Error|Exception).*\b(str|repr)\(\3\)"
 SEARCHES = {"startswith", "endswith", "find", "index", "count", "search", "match", "fullmatch", "findall"}
 

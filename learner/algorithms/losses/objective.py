@@ -12,8 +12,8 @@ from learner.algorithms.diagnostics import REJECTED_BY
 from learner.algorithms.losses.kl import DIRECTIONS, kl_estimates, top_k_kl
 from learner.algorithms.plugin import chosen_function
 from learner.algorithms.tokens import LossTokens, over_whole_sequences
+from learner.config.algorithm import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.correction import Correction, NoCorrection, Rejection
-from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import Loss, ProximalSource

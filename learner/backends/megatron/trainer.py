@@ -28,15 +28,15 @@ from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
 from learner.backends.megatron.fingerprint import fingerprint
-from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
 from learner.backends.megatron.model.value_model import ScoreModel
 from learner.backends.megatron.next_token_head import TrainedHead, head_rules, with_following_tokens
-from learner.backends.megatron.optimizer.lent_weights import lent_weights
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
+from learner.backends.megatron.optimizer.shards import lent_weights
+from learner.backends.megatron.quantised import multiply_in_fp8, rounded_weights
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import (
     accumulate_gradients,
@@ -48,7 +48,6 @@ from learner.backends.megatron.update_step import (
 from learner.backends.megatron.weights.export import WeightExport
 from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
 from learner.backends.megatron.weights.misfits import weights_beside, without_beside
-from learner.backends.megatron.weights.quantised_weights import rounded_weights
 from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights

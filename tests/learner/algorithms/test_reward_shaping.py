@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from bus.errors import ConfigError
-from learner.algorithms.advantages.reward_shaping import overlong_penalty, with_overlong_penalties
-from learner.algorithms.advantages.step_advantages import Offered, advantages_of_step, estimate_advantages
+from learner.algorithms.advantages.step_advantages import (
+    Offered,
+    advantages_of_step,
+    estimate_advantages,
+    overlong_penalty,
+    with_overlong_penalties,
+)
 from learner.algorithms.advantages.whitening import whitened
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.config.advantage import (

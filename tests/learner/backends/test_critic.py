@@ -18,7 +18,7 @@ from learner.config.optimizer import CosineSchedule, OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from learner.data.packing import pack
-from learner.logprobs.values import with_values
+from learner.logprobs.logprobs import with_values
 from learner.step.rl_step import train_on
 from tests.learner.backends.test_trained_advantages import groups_of, logprobs
 from tests.learner.critics import credit_of, source_of, tiny_critic, values_of

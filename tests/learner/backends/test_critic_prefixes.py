@@ -13,7 +13,7 @@ from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import Sample, pack
-from learner.logprobs.values import with_values
+from learner.logprobs.logprobs import with_values
 from learner.step.rl_step import train_on
 from tests.learner.backends.test_prefix_sharing import one_prompt
 from tests.learner.critics import source_of, tiny_critic

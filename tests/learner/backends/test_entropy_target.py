@@ -10,7 +10,7 @@ from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
-from learner.config.entropy import EntropyTargetConfig
+from learner.config.algorithm import EntropyTargetConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from bus.errors import ConfigError, StorageError
 from learner.backends.model_loading import load_hf_directory
 from learner.convert.quantised_directory import dequantise
-from learner.model_directories.mxfp4_weights import decoded
+from learner.model_directories.quantised_weights import decoded
 from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import hf_state, tiny_model
 

@@ -11,10 +11,9 @@ from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import StepResult
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import SequenceMean
+from learner.config.algorithm import EntropyTargetConfig, SequenceMean
 from learner.config.batch import BatchConfig
 from learner.config.correction import SequenceTIS
-from learner.config.entropy import EntropyTargetConfig
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import GSPOLoss, KLCovLoss, PluginLoss, PPOClipLoss, RegressionLoss

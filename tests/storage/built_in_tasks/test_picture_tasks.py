@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from storage.built_in_tasks.generators import generate_task, load_demonstrations
-from storage.built_in_tasks.picture_tasks import PAPER, count_demonstration, count_problem
+from storage.built_in_tasks.generators import (
+    PAPER,
+    count_demonstration,
+    count_problem,
+    generate_task,
+    load_demonstrations,
+)
 from storage.images.encoded import image_of
 
 

@@ -29,8 +29,7 @@ from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.client.tensor_files import on_host, pickled
 from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.in_server.sluice_digests import EXPECT
-from bus.errors import EngineError, RequestRefusedError
-from bus.library_errors import tells
+from bus.errors import EngineError, RequestRefusedError, tells
 from bus.waiting import bounded, left_s
 from bus.weight_requests import OfferedBucket
 

@@ -11,9 +11,67 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
-from learner.backends.megatron.conversion.head_names import HeadNames
 from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """Sizes of gated delta nets, which are linear attention (arXiv:2412.06464), and the layers that are one.
+
+    Heads of keys are counted as those of queries, and each is that of as many consecutive heads of values."""
+
+    layers: tuple[bool, ...]
+    """Says which layers are delta nets; the others have attention."""
+    key_heads: int
+    value_heads: int
+    key_width: int
+    """Width of a head of queries, and of one of keys."""
+    value_width: int
+    taps: int
+    """Tokens that the convolution before the delta rule sees, its own the last of them."""
+
+    @property
+    def values_of_key_head(self) -> int:
+        """Return how many heads of values share a head of keys."""
+        return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Names of what a head consists of; `{}` stands for the number of the model's layers."""
+
+    layer: str
+    """Begins the names of its layer."""
+    parts: Mapping[str, str]
+    """Names of what it has beside its layer, by those in megatron-core."""
+    embedding: str | None = None
+    """Name of the copy of the model's embedding that some files have beside it; `None` where none has."""
+    output: str | None = None
+    """The same of the output layer."""
+
+
+BEHIND = HeadNames(
+    layer="model.layers.{}.",
+    parts={
+        "enorm.weight": "model.layers.{}.enorm.weight",
+        "hnorm.weight": "model.layers.{}.hnorm.weight",
+        "eh_proj.weight": "model.layers.{}.eh_proj.weight",
+        "final_layernorm.weight": "model.layers.{}.shared_head.norm.weight",
+    },
+    embedding="model.layers.{}.embed_tokens.weight",
+    output="model.layers.{}.shared_head.head.weight",
+)
+"""Names of a head that is one more layer, as of DeepSeek-V3 and GLM-4.5."""
+APART = HeadNames(
+    layer="mtp.layers.0.",
+    parts={
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "final_layernorm.weight": "mtp.norm.weight",
+    },
+)
+"""Names of Qwen's, which are apart from the model's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

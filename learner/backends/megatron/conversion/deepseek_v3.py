@@ -10,6 +10,7 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
+    BEHIND,
     CHOICE_BIAS,
     QKV_WEIGHT,
     SHARED_LAYER,
@@ -21,7 +22,6 @@ from learner.backends.megatron.conversion.base import (
     layer_rule,
     shared_expert_rules,
 )
-from learner.backends.megatron.conversion.head_names import BEHIND
 from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT, QWEN_ROUTER
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -4,7 +4,15 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.base import SHARED_LAYER, Family, Layout, Rule, layer_rule, replaced
+from learner.backends.megatron.conversion.base import (
+    BEHIND,
+    SHARED_LAYER,
+    Family,
+    Layout,
+    Rule,
+    layer_rule,
+    replaced,
+)
 from learner.backends.megatron.conversion.deepseek_v3 import (
     REQUIREMENTS,
     ROUTER,
@@ -12,7 +20,6 @@ from learner.backends.megatron.conversion.deepseek_v3 import (
     experts_of,
     is_behind,
 )
-from learner.backends.megatron.conversion.head_names import BEHIND
 from learner.backends.megatron.conversion.partial_rotation import pieces_of, rotated_norm, rotated_qkv
 from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
 

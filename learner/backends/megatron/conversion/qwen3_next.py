@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
+    APART,
     INPUT_NORM,
     MLP_NORM,
     SHARED_LAYER,
+    DeltaSizes,
     Experts,
     Family,
     Layout,
@@ -25,8 +27,6 @@ from learner.backends.megatron.conversion.base import (
     layer_rule,
     replaced,
 )
-from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
-from learner.backends.megatron.conversion.head_names import APART
 from learner.backends.megatron.conversion.partial_rotation import PIECES, pieces_of, rotated_norm, rotated_qkv
 from learner.backends.megatron.conversion.qwen2_moe import (
     DECODER_SPARSE_STEP,

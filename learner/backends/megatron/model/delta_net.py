@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
+from learner.backends.megatron.conversion.base import DeltaSizes
 from learner.backends.megatron.core.megatron_core import (
     MegatronModule,
     ProcessGroupCollection,

@@ -1,12 +1,19 @@
-"""Finds the main weights that a rank updates, and the parameters of the model that they are parts of."""
+"""The main weights that a rank updates: parts of which parameters they are, and how they are lent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.core.megatron_core import DistributedOptimizer
+from bus.errors import ConfigError
+from learner.backends.megatron.core.megatron_core import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    MegatronOptimizer,
+)
+from learner.config.optimizer import OptimizerConfig
 
 
 class MainShard(NamedTuple):
@@ -40,3 +47,35 @@ def _pairs(*groups: tuple[Any, Any]) -> Iterator[tuple[torch.nn.Parameter, Tenso
     for parameters, mains in groups:
         for some, theirs in zip(parameters, mains, strict=True):
             yield from zip(some, theirs, strict=True)
+
+
+@contextmanager
+def lent_weights(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]
+) -> Iterator[dict[str, Tensor]]:
+    """Lend this rank's parts by megatron-core's names, of chunk n of several as `n.NAME`; what was changed in
+    them is then computed with. Every rank calls this.
+
+    Raises `ConfigError` where some of them are not on the device."""
+    if config.offload:
+        raise ConfigError(
+            f"learner.optimizer.offload={config.offload} keeps weights on the host, which no hook gets: set "
+            "it to 0, or leave out the hook's parameter `model`"
+        )
+    parts = optimizer.chained_optimizers
+    filled = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+    mains = {shard.parameter: shard.main for part in filled for shard in main_shards(part)}
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        prefix = f"{number}." if len(chunks) > 1 else ""
+        for name, parameter in chunk.module.named_parameters():
+            if parameter.requires_grad and parameter in mains:
+                found[f"{prefix}{name}"] = mains[parameter].data
+    yield found
+    with torch.no_grad():  # the optimizer's parts are views made so, which torch refuses to change otherwise
+        for part in parts:
+            if hasattr(part, "_copy_main_params_to_model_params"):  # else these are the parameters themselves
+                part._copy_main_params_to_model_params()
+    if any(isinstance(part, DistributedOptimizer) for part in parts):
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.model import grouped_experts
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.megatron.model.lora import ChunkAdapters
+from learner.backends.megatron.quantised import multiply_in_fp8
 from learner.config.lora import LoraConfig
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from
