@@ -13,6 +13,12 @@ ChatMessage: TypeAlias = Mapping[str, JSON]
 """One message of a chat as templates take it: at least `role` and `content`."""
 
 
+class FixedMessages(tuple[ChatMessage, ...]):
+    """Messages that nobody changes after they are given: the same object says the same in a later turn."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A prompt to roll out."""

@@ -244,7 +244,8 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
-        return await self._answered(request, session, dialect, _attempt_of(request, raw), dialect.parse(raw))
+        ask = session.chats.read(raw) if dialect is OPENAI_CHAT else dialect.parse(raw)
+        return await self._answered(request, session, dialect, _attempt_of(request, raw), ask)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of OpenAI's responses, which may go on from an answer of its session."""

@@ -13,7 +13,9 @@ import structlog
 
 from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError, LatestUses, is_of_host
+from actors.episodes.task import FixedMessages
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
+from actors.gateway.dialects.openai_chat import KnownChats
 from actors.gateway.dialects.openai_responses import KeptResponses
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.gateway.posted_reward import PostedReward
@@ -55,6 +57,7 @@ class Session:
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
         """The newest answer that the agent got itself, as the policy gave it; of choices the first."""
+        self.chats = KnownChats()
         self.responses = KeptResponses(config.most_body_bytes)
         self.agents: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -228,7 +231,7 @@ class Session:
         answering = [
             asyncio.create_task(
                 self._policy.chat(
-                    ask.messages,
+                    FixedMessages(ask.messages),
                     kind.agent,
                     tools=ask.tools or None,
                     sampling=sampling,

@@ -14,7 +14,7 @@ from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 import numpy as np
 import structlog
 
-from actors.episodes.task import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage, FixedMessages
 from actors.policy.answers import AnswerReader, ParsedAnswer
 from actors.policy.chat_messages import checked_messages, checked_tools, digest
 from actors.policy.conversation import Boundary, Conversation, ReadChat, continued, read_chat
@@ -314,7 +314,8 @@ class ChatFormat:
             messages: the chat.
             tools: what the policy may call.
             conversations: those of earlier strands that it may go on with, by the number of the strand."""
-        return await self.in_thread(self._context, list(messages), tools, conversations)
+        kept = messages if isinstance(messages, FixedMessages) else list(messages)
+        return await self.in_thread(self._context, kept, tools, conversations)
 
     async def read(
         self, token_ids: np.ndarray, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
@@ -333,7 +334,7 @@ class ChatFormat:
         return last if last in self._special_ids or last in stop_token_ids else None
 
     def _context(
-        self, messages: list[ChatMessage], tools: Sequence[Tool] | None,
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
         conversations: Sequence[tuple[int, Conversation]],
     ) -> Context:  # fmt: skip
         shown = ShownImages(self._images)

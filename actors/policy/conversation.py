@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
-from actors.episodes.task import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage, FixedMessages
 from actors.policy.chat_messages import Fingerprint, checked_messages, fingerprint, own_fingerprint
 from actors.policy.shown_images import DIGESTS, ShownImages
 
@@ -15,7 +16,7 @@ class ReadChat:
     """The messages of a chat, in three forms of equal number."""
 
     given: tuple[ChatMessage, ...] = ()
-    """Copies: whoever gave a message may change it afterwards."""
+    """Copies, but of `FixedMessages`: whoever gave a message may change it afterwards."""
     checked: tuple[dict[str, JSON], ...] = ()
     """What templates take."""
     prints: tuple[Fingerprint, ...] = ()
@@ -23,11 +24,11 @@ class ReadChat:
     def repeated_by(self, messages: Sequence[ChatMessage]) -> int:
         """Return how many of the first messages are these, as a template writes them: 1, 1.0 and True are
         equal, but are written in other ways."""
-        first = tuple(messages[: len(self.given)])
-        if first == self.given and repr(first) == repr(self.given):
-            return len(self.given)
-        pairs = enumerate(zip(self.given, messages, strict=False))
-        differing = (number for number, (a, b) in pairs if a != b or repr(a) != repr(b))
+        differing = (
+            number
+            for number, (a, b) in enumerate(zip(self.given, messages, strict=False))
+            if a is not b and (a != b or repr(a) != repr(b))
+        )
         return next(differing, min(len(self.given), len(messages)))
 
     def followed_by(self, given: ChatMessage, checked: dict[str, JSON], said: Fingerprint) -> "ReadChat":
@@ -42,13 +43,14 @@ def read_chat(
     messages in each turn: to read them again would take longer with each turn.
 
     Raises `MessagesError`."""
-    known = max(earlier, key=lambda chat: chat.repeated_by(messages), default=ReadChat())
-    count = known.repeated_by(messages)
+    repeated = ((chat.repeated_by(messages), chat) for chat in earlier)
+    count, known = max(repeated, key=itemgetter(0), default=(0, ReadChat()))
     checked, new = checked_messages(messages, shown, known.checked[:count]), messages[count:]
     # what a message with images says is told by their digests, as well as by their long texts
     originals = [one if DIGESTS in one else given for one, given in zip(checked[count:], new, strict=True)]
+    is_fixed = isinstance(messages, FixedMessages)
     return ReadChat(
-        (*known.given[:count], *map(_copy, new, checked[count:])),
+        tuple(messages) if is_fixed else (*known.given[:count], *map(_copy, new, checked[count:])),
         tuple(checked),
         (*known.prints[:count], *map(fingerprint, checked[count:], originals)),
     )

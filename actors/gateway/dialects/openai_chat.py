@@ -1,9 +1,13 @@
 """OpenAI's chat completions."""
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
+from pydantic_core import from_json
 
 from actors.episodes.task import JSON, ChatMessage
 from actors.gateway.dialects.base import (
@@ -22,6 +26,9 @@ from actors.gateway.dialects.base import (
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.refusal import RefusedError
 from actors.policy.messages import Tool, ToolCall
+
+MOST_KNOWN = 4
+"""Chats of a session that are kept: its agents may ask in turns."""
 
 
 class _Function(Body):
@@ -93,13 +100,54 @@ class _Request(Body):
     seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownChat:
+    """The messages of a request, as they came and as they were read."""
+
+    given: tuple[JsonValue, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+
+    def repeated_by(self, given: list[JsonValue]) -> int:
+        """Return how many of the first messages are these. What is read of them is text, which is equal where
+        they are; 1 and True, which are equal in Python, are no text."""
+        pairs = enumerate(zip(self.given, given, strict=False))
+        return next((number for number, (a, b) in pairs if a != b), min(len(self.given), len(given)))
+
+
+class KnownChats:
+    """The chats of a session's latest requests. A request repeats all messages of its chat: only those that
+    are new are read."""
+
+    def __init__(self) -> None:
+        self._chats: deque[_KnownChat] = deque(maxlen=MOST_KNOWN)
+
+    def read(self, raw: bytes) -> Ask:
+        """Return a request. Raises `RefusedError`."""
+        try:
+            body = from_json(raw, allow_inf_nan=False)
+            given = body["messages"]
+            repeated = ((chat.repeated_by(given), chat) for chat in self._chats)
+            count, known = max(repeated, key=itemgetter(0), default=(0, _KnownChat()))
+            count = min(count, len(given) - 1)
+            request = _Request.model_validate({**body, "messages": given[count:]})
+        except (KeyError, TypeError, ValueError):
+            return _parse(raw)  # it names what is wrong by its place in the whole
+        messages = (*known.messages[:count], *map(_message, request.messages))
+        self._chats.append(_KnownChat((*known.given[:count], *given[count:]), messages))
+        return _asked(request, messages)
+
+
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
+    return _asked(request, tuple(map(_message, request.messages)))
+
+
+def _asked(request: _Request, messages: tuple[ChatMessage, ...]) -> Ask:
     tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return Ask(
         model=request.model,
-        messages=tuple(map(_message, request.messages)),
+        messages=messages,
         tools=tools,
         stream=bool(request.stream),
         sampling=wanted(

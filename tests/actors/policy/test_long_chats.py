@@ -9,7 +9,10 @@ from types import FrameType
 import pytest
 
 from actors.engines.base import Sampling
+from actors.episodes.task import FixedMessages
+from actors.policy.conversation import read_chat
 from actors.policy.policy import Policy
+from actors.policy.shown_images import ShownImages
 from tests.actors.policy.families import FAMILIES, TOOLS
 from tests.actors.scripted_engine import ScriptedEngine
 
@@ -62,6 +65,28 @@ async def test_no_turn_reads_again_what_was_said_before(calls):
     [trajectory] = policy.trajectories(1.0)
     assert (len(trajectory.turns), trajectory.metadata) == (TURNS, {})
     assert calls[TURNS - 1] < 1.1 * calls[5]
+
+
+class Message(dict):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Message.compared += 1
+        return super().__eq__(other)
+
+    __hash__ = None
+
+
+def test_messages_that_nobody_changes_are_not_compared():
+    said = [Message(role="user", content=str(number)) for number in range(9)]
+    known = read_chat(FixedMessages(said[:6]), ShownImages())
+    chat = read_chat(FixedMessages(said), ShownImages(), [known])
+    assert (Message.compared, len(chat.checked)) == (0, 9)
+    assert all(a is b for a, b in zip(chat.checked[:6], known.checked, strict=True))
+    assert read_chat(said, ShownImages(), [read_chat(said, ShownImages())]).prints == chat.prints
+    assert Message.compared > 0, "whoever keeps the messages may have changed them"
 
 
 @pytest.mark.parametrize("part", [False, True])
