@@ -103,6 +103,10 @@ class PartsFound(Message, tag="parts_found"):
     """The learner says where to fetch parts now; the others are being fetched by somebody."""
 
     sources: tuple[PartSource, ...]
+    machine: str = ""
+    """The learner's machine (`storage.disk.host_identity`)."""
+    directory: str = ""
+    """Directory of the learner's blobs there, which processes of this machine read themselves."""
 
 
 # --- engines in the learner's cluster ask it for a broadcast ---

@@ -51,21 +51,22 @@ from storage.prompt_files.rows import read_rows
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of an element by dtype."""
-
 
 def transport_remark(config: RunConfig) -> str:
     """Say how large the published weights are and which transport carries them; nothing where the model's
-    files are not on this host, or cannot be read, of which whoever loads the model says what is wrong.
+    files are not on this host, or cannot be read, of which whoever loads the model says what is wrong. The
+    learner is to run on this host.
 
     Raises `ConfigError` for weights that are too large for the stream which is set for them."""
     transport, stream_bytes = config.learner.publication.transport, config.bus.streams.weights_mib * MIB
     if config.model.path is None:
         return ""
+    from learner.model_directories.dtypes import published_dtype  # it loads torch
+
     model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    item_bytes = published_dtype(config.learner, config.model).itemsize
     try:
-        size = elements(model) * _item_bytes(config)
+        size = elements(model) * item_bytes
     except (OSError, ValueError):
         return ""
     if not transport.fits(size, stream_bytes):
@@ -78,16 +79,6 @@ def transport_remark(config: RunConfig) -> str:
     reached = ", from the learner's host" if chosen.served_by_learner else ""
     whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
     return f"A snapshot of the weights{whose} has {size / 1e6:,.0f} MB and goes by {chosen.type}{reached}."
-
-
-def _item_bytes(config: RunConfig) -> int:
-    """Return the bytes of a published element, as far as they do not depend on the learner's host."""
-    dtype = config.learner.publish_dtype
-    if dtype == "auto":
-        dtype = config.model.dtype
-    if dtype == "auto" and config.model.numerics == "exact":
-        dtype = "float32"
-    return ITEM_BYTES.get(dtype, ITEM_BYTES["bfloat16"])
 
 
 def _remedy(config: RunConfig) -> str:

@@ -30,6 +30,7 @@ from bus.streams.publish import together
 from bus.waiting import RETRY_S, cancelled
 from bus.weight_requests import BlobAccess, BlobAccessAsked, PartsAsked, PartsFound
 from storage.disk.atomic_files import Content, Data
+from storage.disk.host_identity import host_identity
 from storage.settings.weights_transport import ServerConfig
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
@@ -354,7 +355,9 @@ class HttpBlobs:
         part_bytes = self._part_bytes.get(asked.blob)
         if part_bytes is None:
             raise BusError(f"{asked.blob} is not here any more")
-        return [PartsFound(sources=self._tracker.sources(asked, part_bytes))]
+        sources = self._tracker.sources(asked, part_bytes)
+        directory = str(self._files.directory.absolute())
+        return [PartsFound(sources=sources, machine=host_identity(), directory=directory)]
 
     async def _admit(self, _: BlobAccessAsked) -> list[Message]:
         """Tell a reader what it needs. The bus lets only those ask who may have the weights."""

@@ -24,8 +24,9 @@ from bus.streams.blob_store import shown_fetch
 from bus.waiting import cancelled
 from bus.weight_requests import BlobAccess, PartFailed, PartsAsked, PartsFound, PartSource
 from storage.disk.atomic_files import Data
+from storage.disk.host_identity import host_identity
 from storage.settings.weights_transport import PeerConfig
-from storage.weights.blob_files import file_name
+from storage.weights.blob_files import file_name, read_file
 from storage.weights.blob_http import (
     ASK_S,
     TIMEOUT,
@@ -96,7 +97,9 @@ class HeldBlob:
 class Swarm:
     """The parts of blobs that this process has: it takes from other hosts first and from the learner last."""
 
-    def __init__(self, bus: Bus, config: PeerConfig) -> None:
+    def __init__(self, bus: Bus, config: PeerConfig, *, machine: str | None = None) -> None:
+        """`machine` is this one: files of a learner's server that lie on it are read there."""
+        self._machine = host_identity() if machine is None else machine
         self._bus = bus
         self._config = config
         self._host = f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -109,10 +112,18 @@ class Swarm:
         """When it is looked again what is kept for too long."""
         self._url: str | None = None
         """URL at which others get parts; empty for a host that serves none, None before the first fetch."""
+        self._near: dict[str, Path | None] = {}
+        """Directory of the files of a learner's server, where they are on this machine."""
 
     async def get(self, ref: BlobRef) -> Data:
         """Return the bytes behind `ref`. Raises `BusError` where neither hosts nor the learner have a part;
         those that are here by then need not be fetched again."""
+        directory = await self._directory(ref)
+        if directory is not None:
+            try:
+                return await asyncio.to_thread(read_file, directory, ref)
+            except BusError as error:
+                log.warning("file_of_weights_not_read", reason=str(error))
         async with self._starting:
             if self._url is None:
                 self._url = await self._server.start(self._bus) if self._config.serve else ""
@@ -127,6 +138,21 @@ class Swarm:
         finally:
             held.readers -= 1
             self._forget()
+
+    async def _directory(self, ref: BlobRef) -> Path | None:
+        """Return where the files of the learner's server lie, if this process can read them.
+
+        What they hold needs no connection, and no memory for others, who have the learner as near."""
+        if ref.origin not in self._near:
+            who = f"{self._host} asks for files"  # and is none of those who serve parts
+            asked = PartsAsked(blob=ref.subject, host=who, url="", have=bytes([HAD] * ref.parts))
+            subject = parts_subject(self._bus, ref.origin)
+            found = await self._bus.request(subject, asked, PartsFound, timeout_s=ASK_S)
+            directory = Path(found.directory)
+            is_near = bool(found.machine) and found.machine == self._machine
+            reads = is_near and os.access(directory / file_name(ref), os.R_OK)
+            self._near = {ref.origin: directory if reads else None}
+        return self._near[ref.origin]
 
     async def _filled(self, held: HeldBlob) -> Data:
         if not held.is_whole:

@@ -178,7 +178,9 @@ async def _host(url: str, scale: Scale) -> None:
     swarm.fetch_part = paced  # type: ignore[attr-defined]  # it calls the product's own
     heard: asyncio.Queue[tuple[PolicyManifest, float]] = asyncio.Queue()
     async with Bus.connect(BusConfig(url=url), RUN, name="host") as bus:
-        receiver = Receiver(Blobs(bus, swarm.Swarm(bus, PeerConfig(bytes_per_s=scale.link_bytes_per_s))))
+        receiver = Receiver(
+            Blobs(bus, swarm.Swarm(bus, PeerConfig(bytes_per_s=scale.link_bytes_per_s), machine="another"))
+        )
         await bus.listen(
             bus.subject("notice", "policy"), PolicyManifest,
             lambda manifest: heard.put_nowait((manifest, time.monotonic())),

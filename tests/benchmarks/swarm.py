@@ -163,7 +163,7 @@ def _url(bus: Bus) -> str:
 
 async def _receive(url: str, ref: BlobRef, *, passes_on: bool) -> None:
     async with Bus.connect(BusConfig(url=url), RUN, name=f"receiver-{os.getpid()}") as bus:
-        blobs = Blobs(bus, Swarm(bus, PeerConfig()) if passes_on else None)
+        blobs = Blobs(bus, Swarm(bus, PeerConfig(), machine="another") if passes_on else None)
         _tell("ready")
         await asyncio.to_thread(sys.stdin.readline)
         began = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from bus.errors import BusAwayError, ConfigError
@@ -115,15 +116,20 @@ def model_of(directory: Path, elements: int) -> Path:
     return directory
 
 
-async def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(tmp_path: Path):
+async def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     small_stream = {"bus": {"streams": {"weights_mib": 16}}}
     fits, too_large = (model_of(tmp_path / str(n), n) for n in ((4 << 20) // 2, (4 << 20) // 2 + 1))
     for model, way in ((fits, "4 MB and goes by bus."), (too_large, "4 MB and goes by http, from")):
         config = resolve({**small(tmp_path), **small_stream, "model": {"path": model, "dtype": "bfloat16"}})
         assert way in transport_remark(config)
+    without_gpu = resolve({**small(tmp_path), **small_stream, "model": {"path": fits}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "8 MB and goes by http, from" in transport_remark(without_gpu)
     named = {"learner": {"publication": {"transport": {"type": "bus"}}}}
     config = resolve({**small(tmp_path), **small_stream, **named, "model": {"path": too_large}})
-    with pytest.raises(ConfigError, match=r"=bus: 4 MiB of weights .* fourth of bus.streams.weights_mib=16"):
+    with pytest.raises(ConfigError, match=r"=bus: 8 MiB of weights .* fourth of bus.streams.weights_mib=16"):
         await rehearse_local(config, STOP, own_bus=True)
 
 

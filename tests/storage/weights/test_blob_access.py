@@ -41,7 +41,7 @@ async def test_actor_reads_weights_from_the_learner_and_from_another_actor(
     ref = await origin.put([data], "one", 1)
     assert ref.origin.startswith("https://127.0.0.1:")
     assert await Blobs(actor).get(ref) == data
-    one, other = Swarm(actor, PeerConfig()), Swarm(actor, PeerConfig())
+    one, other = Swarm(actor, PeerConfig(), machine="another"), Swarm(actor, PeerConfig(), machine="another")
     assert await one.get(ref) == data
     sent = origin.sent_bytes
     assert await other.get(ref) == data
@@ -150,7 +150,7 @@ async def test_host_without_a_token_is_not_used_on_a_secured_bus(
     actor: Bus, origin: HttpBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ref = await origin.put([b"weights"], "one", 1)
-    one, other = Swarm(actor, PeerConfig()), Swarm(actor, PeerConfig())
+    one, other = Swarm(actor, PeerConfig(), machine="another"), Swarm(actor, PeerConfig(), machine="another")
     one._url = "https://127.0.0.1:1"  # it serves without a token
     assert await one.get(ref) == b"weights"
     with structlog.testing.capture_logs() as logs:

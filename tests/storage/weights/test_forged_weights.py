@@ -52,7 +52,7 @@ async def test_an_answer_that_names_a_stranger_brings_none_of_its_bytes(actor: B
         return (*honest(asked, part_bytes), *named)
 
     origin._tracker.sources = forged  # type: ignore[method-assign]
-    swarm = Swarm(actor, PeerConfig())
+    swarm = Swarm(actor, PeerConfig(), machine="another")
     with capture_logs() as logs:
         assert await asyncio.wait_for(swarm.get(ref), TIMEOUT_S) == data
     assert {entry["url"] for entry in logs if entry["event"] == "part_not_fetched"} == {url}

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from bus.errors import BusError
 from bus.weight_requests import BlobAccess, PartsAsked, PartsFound
+from storage.disk.host_identity import host_identity
 from storage.settings.weights_transport import HttpTransport, PeerConfig
 from storage.weights import blob_http, blob_parts, blob_sources, swarm
 from storage.weights.blob_files import file_name
@@ -49,8 +50,8 @@ async def host(bus):
     """Make hosts, which end with the test."""
     made = []
 
-    def make(**config):
-        made.append(Swarm(bus, PeerConfig(**{"host": "127.0.0.1"} | config)))
+    def make(machine="another", **config):
+        made.append(Swarm(bus, PeerConfig(**{"host": "127.0.0.1"} | config), machine=machine))
         return made[-1]
 
     yield make
@@ -80,6 +81,24 @@ def test_every_part_has_a_digest_however_the_content_is_cut(size, monkeypatch):
     for part, (begin, end) in enumerate(ranges):
         assert is_part(ref, part, data[begin:end])
         assert not is_part(ref, part, data[begin : end - 1] + bytes([data[end - 1] ^ 1]))
+
+
+async def test_files_of_this_machine_are_read_and_not_kept_for_others(
+    origin, host, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    contents = [os.urandom(3 * BLOCK) for _ in range(3)]
+    first, damaged, hidden = [await origin.put([data], n) for n, data in enumerate(contents)]
+    near = host(host_identity())
+    assert bytes(await near.get(first)) == contents[0]
+    assert (origin.sent_bytes, near._held) == (0, {})
+    (tmp_path / "origin" / file_name(damaged)).write_bytes(bytes(3 * BLOCK))
+    with capture_logs() as logs, pytest.raises(BusError, match="does not have its digest"):
+        await near.get(damaged)
+    assert "part 0 does not have its digest" in logs[0]["reason"]
+    monkeypatch.setattr(os, "access", lambda *_: False)  # they are another user's
+    sent_bytes = origin.sent_bytes
+    assert bytes(await host(host_identity()).get(hidden)) == contents[2]
+    assert origin.sent_bytes == sent_bytes + 3 * BLOCK
 
 
 async def test_eight_receivers_take_about_one_copy_from_the_learner(bus, origin, host):
