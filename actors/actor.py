@@ -56,7 +56,6 @@ class ActorEngines(NamedTuple):
     """What serves further policies at the servers of the run's own, and adapters that they add themselves."""
 
     def at_start(self, actors: ActorsConfig) -> Sequence[Startable]:
-        """Return what is started before the actor takes any work."""
         if actors.evaluation.only:
             return [self.own, self.opponents]
         beside = [self.own] if actors.evaluation.has_own_servers else []

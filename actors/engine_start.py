@@ -53,7 +53,6 @@ async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyn
 
 
 def _doing(engines: Sequence[Startable]) -> Activity:
-    """Return what they do, where they know it."""
     parts = (one.starting for one in engines if isinstance(one, LeadingNode | Fleet))
     known = ", ".join(filter(None, parts))
     return Activity(f"starting its engine{known and ': '}{known}", wait="engine")

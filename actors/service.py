@@ -98,7 +98,6 @@ class ActorSettings:
 
     @property
     def agents(self) -> dict[str, str]:
-        """Return the names of further policies by the agents that they are."""
         return {agent: name for name, one in self.further.items() for agent in one.agents}
 
 
@@ -269,7 +268,6 @@ def _evaluator(
     bus: Bus, settings: ActorSettings, others: OtherEngines, answering: EvaluationEngines, model: Path,
     environment: Environment, images: ImageChat | None,
 ) -> Evaluator:  # fmt: skip
-    """Return what answers held-out prompts on `answering`."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     sampled = Sampling.from_config(settings.sampling, stop_token_ids(model, tokenizer))
     tool_calls = settings.actors.tool_calls

@@ -51,7 +51,6 @@ class Published:
 
     @property
     def are_signed(self) -> bool:
-        """Return whether the learner signs what it says of these weights."""
         return self._bus.secured
 
     async def offered(

@@ -54,7 +54,6 @@ class Routing:
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        """Return the type of an expert's number in trajectories."""
         return np.uint8 if self.experts <= IN_A_BYTE else np.uint16
 
     def read(self, text: str, rows: int) -> np.ndarray:

@@ -64,7 +64,6 @@ class ServedAdapters:
 
     @property
     def room(self) -> AdapterRoom:
-        """Return what its servers are started for."""
         own = AdapterRoom(rank=self.rank, modules=self.modules, slots=self.versions + BESIDE_OLDEST)
         return own if self.beside is None else own | self.beside
 

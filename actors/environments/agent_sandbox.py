@@ -76,7 +76,6 @@ class SandboxedPrograms:
             raise ProgramError(str(error)) from error
 
     async def close(self) -> None:
-        """End the sandboxes and what starts them."""
         await self._pool.close()
 
     async def _furnished(self, sandbox: EpisodeSandbox, task: Task, description: str) -> Sequence[str]:

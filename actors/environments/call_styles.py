@@ -107,12 +107,10 @@ class TaggedCalls:
         return found
 
     def results(self, answered: Sequence[tuple[FoundCall, ToolResult]]) -> list[ChatMessage]:
-        """Return one message of the user's with all results."""
         return [{"role": "user", "content": tagged_results(answered)}]
 
 
 def tagged_results(answered: Sequence[tuple[FoundCall, ToolResult]]) -> str:
-    """Return what calls gave as text in tags."""
     return "\n".join(f"<result>{result.text}</result>" for _, result in answered)
 
 

@@ -33,7 +33,6 @@ class EnvironmentChoice:
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long the rewards of its environments take."""
         each = self._environments.values()
         return tuple(times for one in each if isinstance(one, CallsRewards) for times in one.reward_times)
 

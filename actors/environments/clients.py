@@ -88,17 +88,14 @@ class ClientsEnvironment:
 
     @property
     def url(self) -> str:
-        """Return where clients reach it."""
         return self._gateway.url
 
     @property
     def gateway(self) -> Gateway:
-        """Return what clients reach."""
         return self._gateway
 
     @property
     def status(self) -> dict[str, Json]:
-        """Return the numbers of its screen."""
         return {
             "sessions": len(self._others.sessions),
             "tasks_offered": self._offers.offered,
@@ -128,11 +125,9 @@ class ClientsEnvironment:
 
     @property
     def offered(self) -> int:
-        """Return the number of rollouts that nobody has taken."""
         return self._offers.offered
 
     def refuse(self, reason: str) -> None:
-        """Fail the rollouts that nobody has taken."""
         self._offers.refuse(reason)
 
     async def leases_wanted(self, samples: int, timeout_s: float) -> int:
@@ -254,7 +249,6 @@ class ClientsEnvironment:
         app.router.add_post("/rewards/{reward_key}/end", self._end)
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Give a client a rollout and the session to do it in."""
         taker = self._taker(request)
         key = request.headers.get("Idempotency-Key", "")
         if key in taker.claims:

@@ -85,7 +85,6 @@ class Debate:
         )
 
     async def close(self) -> None:
-        """Give up the reward's connections and processes."""
         await self._scorer.close()
 
     async def _round(self, debaters: Sequence[Debater], policy: Policy) -> None:

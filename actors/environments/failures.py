@@ -142,7 +142,6 @@ class EnvironmentFailures:
         self._judge(of)
 
     def count(self, metadata: Mapping[str, object], episodes: Mapping[int, Episode | FailedEpisode]) -> None:
-        """Count the episodes of a group, by the metadata of its prompt."""
         of = self._failures(self._name(metadata))
         broken = Counter(filter(None, (failed_by(episode.end) for episode in episodes.values())))
         of.counts["episodes"] += len(episodes)

@@ -100,7 +100,6 @@ class LongLivedAgent:
         return await self._clients.score_group(episodes)
 
     async def close(self) -> None:
-        """End the programs and close the gateway."""
         await cancelled(*self._running)
         await self._runner.close()
         await self._clients.close()

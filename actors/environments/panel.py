@@ -63,7 +63,6 @@ class Panel:
         return Episode(recorded, {"rollout/reward": outcome}, outcome=outcome)
 
     async def close(self) -> None:
-        """Give up the reward's connections and processes."""
         await self._scorer.close()
 
 
@@ -79,7 +78,6 @@ async def _shown(
 
 
 def _last_replaced(task: Task, template: str, answers: Sequence[str]) -> Sequence[ChatMessage]:
-    """Return the task's chat with the last message put into `template`, together with answers."""
     *before, last = task.messages
     filled: Mapping[str, str] = {"prompt": str(last["content"]), "answers": lettered(enumerate(answers))}
     return [*before, {**last, "content": template.format_map(filled)}]

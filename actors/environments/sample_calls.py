@@ -90,7 +90,6 @@ def sample_scores(prompts: Sequence[Prompt], actors: ActorsConfig) -> list[str]:
 
 
 def _is_called(config: object) -> bool:
-    """Tell whether an environment may have rewards that a start calls."""
     if not isinstance(config, RewardConfig) or not config.sample_call or config.reward == POSTED:
         return False
     return config.group_reward is not None or any(name not in REWARDS for name in config.names)

@@ -65,7 +65,6 @@ def scoring_of(config: RewardConfig) -> AnswerScoring | None:
 
 
 def metrics_of(session: Session) -> dict[str, float]:
-    """Return the numbers of a session."""
     return {f"gateway/{name}": float(count) for name, count in session.counts.items()}
 
 

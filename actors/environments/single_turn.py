@@ -43,5 +43,4 @@ class SingleTurn:
         return await self._scoring.score_group(episodes)
 
     async def close(self) -> None:
-        """Give up the rewards' connections and processes."""
         await self._scoring.close()

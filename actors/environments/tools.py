@@ -66,7 +66,6 @@ class ToolConversation:
 
     @property
     def sampled(self) -> int:
-        """Return the number of tokens that the model sampled so far."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
 
@@ -128,7 +127,6 @@ class ToolChat:
         return await self._scoring.score_group(episodes)
 
     async def close(self) -> None:
-        """Give up what the rewards and the tools hold."""
         async with AsyncExitStack() as parts:  # each is closed, whatever another raises
             for tool in self._tools.values():
                 parts.push_async_callback(tool.close)

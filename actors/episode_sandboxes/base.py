@@ -106,7 +106,6 @@ class EpisodeSandbox:
     """What is given back when it has ended."""
 
     async def run(self, command: Command) -> CommandResult:
-        """Carry out a command, as `RunningSandbox.run` does."""
         return await self.running.run(command)
 
     async def write(self, path: str, data: bytes, *, anew: bool = False) -> None:
@@ -134,7 +133,6 @@ class EpisodeSandbox:
         await self._piped('cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xf -', WORKSPACE, stdin=snapshot)
 
     async def close(self) -> None:
-        """End the sandbox with all that runs in it."""
         async with self.room:
             await self.running.close()
 

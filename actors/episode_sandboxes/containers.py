@@ -126,13 +126,11 @@ class ContainerBackend:
             raise ToolError(f"the daemon removes no container {container_id}: {_message(said)}")
 
     async def close(self) -> None:
-        """End the connections to the daemon."""
         if self._session is not None:
             await self._session.close()
 
     @property
     def socket(self) -> Path:
-        """Return where the daemon listens."""
         return self._config.socket
 
     async def ask(self, method: str, path: str, body: JSON = None) -> tuple[int, Mapping[str, JSON]]:
@@ -300,7 +298,6 @@ class Container:
         return said
 
     async def _status(self, exec_id: str) -> int:
-        """Return the status of a command that has ended, or is about to."""
         for _ in range(LOOKS):
             if not (said := await self._inspected(exec_id))["Running"]:
                 code = said["ExitCode"]
@@ -390,7 +387,6 @@ def _remove_directories() -> None:
 
 
 def _object(text: str) -> Mapping[str, JSON]:
-    """Return a JSON object, or a text in the place of its message."""
     try:
         said = json.loads(text)
     except ValueError:

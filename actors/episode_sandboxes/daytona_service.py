@@ -26,23 +26,19 @@ class DaytonaSandbox:
         self._sandbox = sandbox
 
     async def shell(self, script: str, timeout_s: float) -> str:
-        """Run a script, and return its output."""
         with failures():
             return str((await self._sandbox.process.exec(script, timeout=int(timeout_s))).result)
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, and the directories that it needs."""
         await self.shell(f"mkdir -p {quote(str(PurePosixPath(path).parent))}", 60.0)
         with failures():
             await self._sandbox.fs.upload_file(data, path)
 
     async def get(self, path: str) -> bytes:
-        """Read a file."""
         with failures():
             return bytes(await self._sandbox.fs.download_file(path))
 
     async def end(self) -> None:
-        """End the sandbox."""
         with failures():
             await self._sandbox.delete()
 
@@ -55,7 +51,6 @@ class DaytonaService:
         self._client: AsyncDaytona | None = None
 
     async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
-        """Start a sandbox of an image, which has whole GiB and processors."""
         wish = CreateSandboxFromImageParams(
             image=image,
             resources=Resources(
@@ -76,14 +71,12 @@ class DaytonaService:
         return DaytonaSandbox(sandbox)
 
     async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
-        """Yield the sandboxes that have an owner, with it."""
         with failures():
             async for sandbox in self._asked().list():
                 if owner := sandbox.labels.get(OWNER):
                     yield owner, DaytonaSandbox(sandbox)
 
     async def close(self) -> None:
-        """End the connections to the service."""
         if self._client is not None:
             await self._client.close()
 

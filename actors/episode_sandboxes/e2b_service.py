@@ -28,23 +28,19 @@ class E2BSandbox:
         self._sandbox = sandbox
 
     async def shell(self, script: str, timeout_s: float) -> str:
-        """Run a script, and return its output."""
         with failures():
             ran = await self._sandbox.commands.run(script, user=USER, timeout=timeout_s)
         return str(ran.stdout)
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, and the directories that it needs."""
         with failures():
             await self._sandbox.files.write(path, data, user=USER)
 
     async def get(self, path: str) -> bytes:
-        """Read a file."""
         with failures():
             return bytes(await self._sandbox.files.read(path, format="bytes", user=USER))
 
     async def end(self) -> None:
-        """End the sandbox."""
         with failures():
             await self._sandbox.kill()
 
@@ -56,7 +52,6 @@ class E2BService:
         self._life_s = int(config.life_s)
 
     async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
-        """Start a sandbox of a template."""
         with failures():
             sandbox = await AsyncSandbox.create(
                 image, timeout=self._life_s, metadata={OWNER: owner},
@@ -65,7 +60,6 @@ class E2BService:
         return E2BSandbox(sandbox)
 
     async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
-        """Yield the sandboxes that have an owner, with it."""
         with failures():
             pages = AsyncSandbox.list()
             while pages.has_next:

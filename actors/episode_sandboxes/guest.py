@@ -192,7 +192,6 @@ def _join(group: Sequence[int]) -> None:
 
 
 def _listen(actor: socket.socket, port: int) -> None:
-    """Hand the actor a socket that listens at a port of the sandbox's loopback."""
     try:
         with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listening:
             socket.send_fds(actor, [b"{}"], [listening.fileno()])
@@ -228,7 +227,6 @@ def _limit_memory(handlers: set[int], most_bytes: int) -> set[int]:
 
 
 def _handle(given: CommandDescriptors, settings: GuestSettings, limits: GuestLimits) -> int:
-    """Carry out one command, and report how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     passed: list[int] = []
     signal.signal(OVER, lambda number, _: passed.append(number))

@@ -31,7 +31,6 @@ class WayOut:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it reaches nothing."""
         return not (self.networks or self.names)
 
 
@@ -65,7 +64,6 @@ class HostedBackend:
     async def start(
         self, image: str | None, limits: SandboxLimits, gateway: str | None = None
     ) -> ScriptedSandbox:
-        """Start a sandbox. Raises ToolError."""
         if gateway is not None and not self._has_told:
             self._has_told = True
             log.warning(
@@ -82,7 +80,6 @@ class HostedBackend:
             raise ToolError(str(error)) from error
 
     async def close(self) -> None:
-        """End the connections to the service."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_TIMEOUT_S)
         for task in list(self._ending):

@@ -30,7 +30,6 @@ PART_BYTES = 1 << 18
 
 
 def start_body(image: str | None, limits: SandboxLimits, gateway: str | None) -> bytes:
-    """Return the wish for a sandbox."""
     wished = limits.model_dump(include=set(LIMITS))
     return json.dumps({"image": image, "limits": wished, "gateway": gateway}).encode()
 

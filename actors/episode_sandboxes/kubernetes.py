@@ -83,7 +83,6 @@ class KubernetesBackend:
         """The actor's own pod, with which the cluster removes its sandboxes."""
 
     async def start(self, image: str | None, limits: SandboxLimits, gateway: str | None = None) -> "Pod":
-        """Start a pod, and wait until it runs. Raises ToolError."""
         async with self._opening:
             if not self._is_open:
                 await self._open()
@@ -107,7 +106,6 @@ class KubernetesBackend:
         return pod
 
     async def close(self) -> None:
-        """End the connections to the cluster."""
         if self._session is not None:
             await self._session.close()
 
@@ -184,7 +182,6 @@ class KubernetesBackend:
         self._owners = await self._own_pod()
 
     async def _own_pod(self) -> list[JSON]:
-        """Return the pod that this actor runs in, if it is one of the namespace."""
         name = socket.gethostname()
         status, said = await self.in_namespace("GET", f"pods/{name}")
         about, now = said.get("metadata"), said.get("status")
@@ -316,7 +313,6 @@ class Pod:
         return gateway, None
 
     async def close(self) -> None:
-        """Have the pod removed."""
         status, said = await self._backend.in_namespace("DELETE", f"pods/{self.name}")
         if status >= 400 and status != 404:
             log.warning("pod_is_not_removed", pod=self.name, reason=str(said.get("message", status)))

@@ -29,19 +29,15 @@ class ModalSandbox:
         self._sandbox = sandbox
 
     async def shell(self, script: str, timeout_s: float) -> str:
-        """Run a script, and return its output."""
         return (await self._run("/bin/sh", "-c", script, timeout_s=timeout_s)).decode(errors="replace")
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, and the directories that it needs."""
         await self._run("/bin/sh", "-c", WRITE, path, stdin=data)
 
     async def get(self, path: str) -> bytes:
-        """Read a file."""
         return await self._run("/bin/cat", path)
 
     async def end(self) -> None:
-        """End the sandbox."""
         with failures():
             await self._sandbox.terminate.aio()
 
@@ -64,7 +60,6 @@ class ModalService:
         self._config = config
 
     async def start(self, image: str, limits: SandboxLimits, owner: str, way_out: WayOut) -> HostedSandbox:
-        """Start a sandbox of an image of a registry."""
         with failures():
             sandbox = await modal.Sandbox.create.aio(
                 app=await self._app(),
@@ -80,7 +75,6 @@ class ModalService:
         return ModalSandbox(sandbox)
 
     async def owned(self) -> AsyncIterator[tuple[str, HostedSandbox]]:
-        """Yield the sandboxes that have an owner, with it."""
         with failures():
             async for sandbox in modal.Sandbox.list.aio(app_id=(await self._app()).app_id):
                 if owner := (await sandbox.get_tags.aio()).get(OWNER):

@@ -71,7 +71,6 @@ class NamespaceBackend:
     async def start(
         self, image: str | None, limits: SandboxLimits, gateway: str | None = None
     ) -> "NamespaceSandbox":
-        """Start a sandbox. Raises ToolError for a fault of the host."""
         if image is not None:
             raise ToolError(
                 f"image={image!r}: sandboxes in namespaces have this host's programs, and no image"
@@ -107,7 +106,6 @@ class NamespaceBackend:
         return sandbox
 
     async def close(self) -> None:
-        """End the process, and all sandboxes with it."""
         await asyncio.to_thread(self._end)
 
 
@@ -189,7 +187,6 @@ class NamespaceSandbox:
             return True
 
     async def close(self) -> None:
-        """End the sandbox, and wait until nothing of it is left."""
         try:
             self._control.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(GRACE_S):

@@ -65,7 +65,6 @@ class SandboxPool:
             await self._ended(sandbox)
 
     async def close(self) -> None:
-        """End the sandboxes that wait, and the back end."""
         self._is_closed = True
         if self._filling is not None:
             await cancelled(self._filling)

@@ -75,7 +75,6 @@ class RemoteBackend:
             raise ToolError(f"{self._config.url} does not answer: {error!r}") from error
 
     async def close(self) -> None:
-        """End the connections to the server."""
         if self._session is not None:
             await self._session.close()
 
@@ -104,11 +103,9 @@ class RemoteSandbox:
             raise ToolError(str(error)) from error
 
     async def reach(self, gateway: str) -> tuple[str, socket.socket | None]:
-        """Return the address from which the server brings connections to the gateway."""
         return self._gateway, None
 
     async def close(self) -> None:
-        """Have the server end the sandbox, which it would do by itself after a while."""
         await self._backend.ask("DELETE", self._path)
 
 

@@ -71,7 +71,6 @@ class SandboxServer:
         """Port that it listens on, once it does."""
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then end all sandboxes."""
         app = web.Application(middlewares=[self._in_shape], client_max_size=LARGEST_BODY)
         app.router.add_post("/sandboxes", self._start)
         app.router.add_post("/sandboxes/{id}/commands", self._run)

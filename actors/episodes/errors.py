@@ -73,7 +73,6 @@ class LatestUses:
 
     @property
     def work(self) -> bool:
-        """Return whether one of them worked."""
         return any(reward is not None for reward in self._rewards)
 
     def lowest(self, setting: float | None) -> float | None:

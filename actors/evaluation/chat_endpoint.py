@@ -48,7 +48,6 @@ class ChatCompletions:
     async def question(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]] | None, sampling: Sampling
     ) -> Question:
-        """Return what is asked for a chat."""
         body: dict[str, JSON] = {
             "messages": [{k: v for k, v in one.items() if k not in OWN_FIELDS} for one in messages],
             **sampled_by(sampling, stop=sampling.stop),
@@ -58,7 +57,6 @@ class ChatCompletions:
 
 
 def sampled_by(sampling: Sampling, *, stop: Sequence[str]) -> dict[str, JSON]:
-    """Return the fields of a request that say how to sample."""
     return {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_new_tokens,
@@ -136,7 +134,6 @@ class ChatEndpoint:
         """Do nothing: who leaves a chat closes its connection."""
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
 
@@ -154,7 +151,6 @@ def _chat_reply(choice: Mapping[str, JSON]) -> ChatReply | None:
 
 
 def finish_reason(choice: Mapping[str, JSON]) -> FinishReason:
-    """Return why an answer ended."""
     return "length" if choice.get("finish_reason") == "length" else "stop"
 
 

@@ -69,7 +69,6 @@ class OwnEngine:
 
     @property
     def serves(self) -> bool:
-        """Return whether the engine answers at the moment."""
         return not isinstance(self._engine, Fleet) or self._engine.serves
 
     async def start(self) -> None:
@@ -109,7 +108,6 @@ class OwnEngine:
         return HandBackError(reason)
 
     async def close(self) -> None:
-        """Close the engine."""
         engine, self._engine, self._has = self._engine, None, None
         if engine is not None:
             await engine.close()
@@ -132,7 +130,6 @@ class RolloutEngines:
 
     @property
     def serves(self) -> bool:
-        """Return whether the engines answer at the moment."""
         return not isinstance(self._engine, Fleet) or self._engine.serves
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:

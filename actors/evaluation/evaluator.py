@@ -374,7 +374,6 @@ class Evaluator:
 def _kept_answers(
     task: EvaluationTask, prompts: Sequence[Prompt], sampled: Sequence[_Answer], greedy: Sequence[_Answer]
 ) -> list[HeldOutAnswers]:
-    """Return the answers to the first prompts, as many as storage keeps."""
     return [
         _held_out_answers(
             task, number, prompts[number], [*sampled[number * task.samples :][: task.samples], one]

@@ -28,7 +28,6 @@ class PostedReward(Body):
 
     @property
     def value(self) -> float | Mapping[str, float]:
-        """Return the reward."""
         return sum(self.components.values()) if self.reward is None else self.reward
 
 

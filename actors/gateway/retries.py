@@ -91,7 +91,6 @@ class Exchanges:
         return exchange.task.result()
 
     async def close(self) -> None:
-        """End what is under way."""
         await cancelled(*(exchange.task for exchange in self._known))
         self._known.clear()
 

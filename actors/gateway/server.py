@@ -138,7 +138,6 @@ class Gateway:
 
     @property
     def port(self) -> int:
-        """Return the port that it listens on."""
         if self._runner is None:
             raise BusError("the gateway is closed: this process ends")
         return int(self._runner.addresses[0][1])
@@ -182,7 +181,6 @@ class Gateway:
             await site.stop()
 
     async def close(self) -> None:
-        """Close all sessions and serve no longer."""
         for session in list(self._sessions.values()):
             await self._close(session)
         if self._runner is not None:
@@ -259,7 +257,6 @@ class Gateway:
         return await self._answered(request, session, OPENAI_RESPONSES, attempt, asked.ask, keep)
 
     async def _converse(self, request: web.Request) -> web.Response:
-        """Begin a conversation of OpenAI's, to which responses are added."""
         session = self.session_of(request)
         name = session.responses.begin(await self.body_of(request))
         made = {"object": "conversation", "created_at": int(time.time()), "metadata": {}}

@@ -186,13 +186,11 @@ class Session:
         )  # fmt: skip
 
     def end_episode(self, failed: str | None) -> None:
-        """Note that the episode is over, and why it failed if it did."""
         self.failed = failed
         self.ended.set()
 
     @property
     def is_answering(self) -> bool:
-        """Return whether a request waits for the policy."""
         return self._exchanges.under_way > 0
 
     async def rewarded_within(self, timeout_s: float) -> bool:

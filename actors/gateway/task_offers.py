@@ -124,12 +124,10 @@ class TaskOffers:
 
     @property
     def offered(self) -> int:
-        """Return the number of rollouts that wait for a client."""
         return len(self._offers)
 
     @property
     def waiting(self) -> int:
-        """Return the number of clients that wait."""
         return len(self._waiters)
 
     def leases_wanted(self, samples: int) -> int:

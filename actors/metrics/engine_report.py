@@ -34,7 +34,6 @@ class EngineReport:
         return max(0, self._engine.policy_version)
 
     def state(self) -> dict[str, Json]:
-        """Return what the engines do now."""
         engine = self._engine
         return {
             "running": engine.running,

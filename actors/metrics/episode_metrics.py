@@ -39,7 +39,6 @@ class EpisodeEnds:
         self._recent: deque[str] = deque(maxlen=RECENT)
 
     def add(self, ends: Iterable[End]) -> None:
-        """Count further episodes."""
         for end in ends:
             self._all[end] += 1
             self._recent.append(end)
@@ -111,7 +110,6 @@ class EpisodeMetrics:
 
     @property
     def metrics(self) -> dict[str, Json]:
-        """Return the means by name, for the run's record."""
         return {name: sum(values) / len(values) for name, values in self._recent.items()}
 
 

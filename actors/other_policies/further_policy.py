@@ -77,7 +77,6 @@ class FurtherPolicy:
 
     @property
     def alarm(self) -> str:
-        """Return what is wrong with the weights of its engines, in words."""
         refusal = self._parts.follower.refusal
         refused = f"policy {self._name}: {refusal}" if refusal else ""
         return "; ".join(filter(None, [refused, *self._parts.probe.alarms.values()]))
@@ -101,7 +100,6 @@ class FurtherPolicy:
         await self.engine.start()
 
     async def run(self, finished: asyncio.Event) -> None:
-        """Follow the weights and say how it is, until `finished`."""
         source = actor_name()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._parts.follower.run(finished))
@@ -204,7 +202,6 @@ class PolicyOpener:
     async def _engines(
         self, name: str, model: Path, adapted: AdaptedBase | None
     ) -> tuple[ServedAdapters | None, Mapping[str, Build]]:
-        """Return the adapters that servers add for the policy, and what builds its engines."""
         one = self._policies[name]
         if shared := self._shared.further.get(name):
             return shared, self._shared.guests(name)

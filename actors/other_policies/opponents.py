@@ -117,7 +117,6 @@ class Opponents:
             await set_within(stop, LOOK_S)
 
     async def close(self) -> None:
-        """Close the engines."""
         for engine in self.engines.values():
             await engine.close()
 

@@ -106,7 +106,6 @@ class AnswerReader:
 
     @property
     def ends(self) -> frozenset[str]:
-        """Return the texts that have a meaning here and end answers."""
         return frozenset(self._calls.ends)
 
     def opens_reasoning(self, rendered: str) -> bool:

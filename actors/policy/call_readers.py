@@ -37,7 +37,6 @@ class JsonCalls:
     """Only the closing and the end of the answer end the calls."""
 
     def __call__(self, text: str, at: int, schemas: Schemas) -> Found:
-        """Read."""
         try:
             calls, end = json_calls(text, skip(text, at + len(self.opening)))
             end = skip(text, end)
@@ -60,7 +59,6 @@ class NamedJson:
     closing: str = ""
 
     def __call__(self, text: str, at: int, schemas: Schemas) -> Found:
-        """Read."""
         try:
             if not (begun := self.head.match(text, at)):
                 raise NoCallError("no function is named")
@@ -90,7 +88,6 @@ class TaggedParameters:
     closing: str
 
     def __call__(self, text: str, at: int, schemas: Schemas) -> Found:
-        """Read."""
         try:
             if not (begun := self.head.match(text, at)):
                 raise NoCallError("no function is named")
@@ -142,7 +139,6 @@ class FunctionCalls:
     read: Reader = field(default=python_value)
 
     def __call__(self, text: str, at: int, schemas: Schemas) -> Found:
-        """Read."""
         try:
             calls, end = function_calls(text, skip(text, at + len(self.opening)), self.read)
             end = skip(text, end)

@@ -301,7 +301,6 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     async def context(
@@ -320,7 +319,6 @@ class ChatFormat:
     async def read(
         self, token_ids: np.ndarray, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
     ) -> tuple[str, ParsedAnswer]:
-        """Return the text of an answer, and what it consists of."""
         return await self.in_thread(self._read, token_ids.tolist(), in_reasoning, tools or (), number)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -39,7 +39,6 @@ class ContextTokens:
 
     @property
     def leases(self) -> int:
-        """Return the number of leases under way."""
         return len(self._leases)
 
     @property
@@ -48,7 +47,6 @@ class ContextTokens:
         return self._samples
 
     def begin(self, lease_id: int, rollouts: list[str]) -> None:
-        """Note that these rollouts of a lease begin."""
         self._leases[lease_id] = {name: _Episode(lease_id) for name in rollouts}
         self._episodes.update(self._leases[lease_id])
         self._samples = max(1, len(rollouts))
@@ -65,7 +63,6 @@ class ContextTokens:
         episode.agents[agent] = tokens
 
     def ended(self, rollout: str) -> None:
-        """Note that a rollout needs its context no more."""
         episode = self._episodes.pop(rollout, None)
         if episode is None:
             return
@@ -78,7 +75,6 @@ class ContextTokens:
         self._changed.set()
 
     def end(self, lease_id: int) -> None:
-        """Note that nothing of a lease is under way any more."""
         for rollout in list(self._leases.get(lease_id, ())):
             self.ended(rollout)
         self._leases.pop(lease_id, None)

@@ -32,7 +32,6 @@ class ReadChat:
         return next(differing, min(len(self.given), len(messages)))
 
     def followed_by(self, given: ChatMessage, checked: dict[str, JSON], said: Fingerprint) -> "ReadChat":
-        """Return the chat with one more message."""
         return ReadChat((*self.given, _copy(given, checked)), (*self.checked, checked), (*self.prints, said))
 
 

@@ -21,7 +21,6 @@ class OtherEngines:
 
     @property
     def names(self) -> Set[str]:
-        """Return the names of the policies that may be asked."""
         return self.opponents.keys() | self.further.keys()
 
 

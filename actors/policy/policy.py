@@ -311,7 +311,6 @@ class Policy:
             return await self._sampled(again, call)
 
     async def _sampled(self, request: GenerationRequest, call: Call) -> Generation:
-        """Return what is sampled for `request`, or was by an actor that had begun the rollout."""
         engine = self._engine_of(call.policy)
         turns = self.turns.of(self._rollout_id)
         if turns is None:
@@ -355,7 +354,6 @@ class Policy:
         return 0 if strand is None else sum(map(len, strand.routed))
 
     def _continued(self, call: Call, token_ids: "array[int]", images: Sequence[PlacedImage]) -> Strand | None:
-        """Return the newest strand that `token_ids` with these images continues."""
         return next((strand for strand in self._of(call) if strand.begins(token_ids, images)), None)
 
     def _of(self, call: Call) -> list[Strand]:

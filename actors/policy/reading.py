@@ -120,7 +120,6 @@ def typed(value: str, schema: Mapping[str, JSON]) -> JSON:
 
 
 def malformed(text: str, at: int, opening: str, closing: str) -> Found:
-    """Return all up to the closing or to the next opening."""
     rest = text[at + len(opening) :]
     closed, reopened = rest.find(closing) if closing else -1, rest.find(opening)
     if closed >= 0 and (reopened < 0 or closed < reopened):

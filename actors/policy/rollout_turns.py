@@ -87,11 +87,9 @@ class RolloutTurns:
 
     @property
     def number_stored(self) -> int:
-        """Return the number of turns that a shard has."""
         return len({number for number, _, _ in self._stored})
 
     def stored(self, turns: Iterable[SampledTurn]) -> None:
-        """Note that a shard has these turns."""
         self._stored.update(turn.key for turn in turns)
 
     def take(self, context: bytes, request: GenerationRequest) -> Generation | None:
@@ -105,7 +103,6 @@ class RolloutTurns:
         return _with_end(found, request)
 
     def note(self, turn: SampledTurn) -> None:
-        """Take note of a turn that the rollout has had."""
         self._sampled[turn.number] = turn
 
     async def ask(self, engine: Engine, request: GenerationRequest) -> Generation:
@@ -172,7 +169,6 @@ class TurnsByRollout:
         return self._rollouts.get(rollout)
 
     def end(self, rollouts: Iterable[str]) -> None:
-        """Forget these rollouts."""
         for rollout in rollouts:
             self._rollouts.pop(rollout, None)
 

@@ -22,12 +22,10 @@ class ShownImages:
         self._of_message: list[str] = []
 
     def begin(self) -> None:
-        """Begin another message."""
         self._of_message = []
 
     @property
     def of_message(self) -> list[JSON]:
-        """Return the digests of the images of the message under way."""
         return list(self._of_message)
 
     def text_of(self, part: Mapping[str, JSON], where: str) -> str | None:

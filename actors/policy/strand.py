@@ -32,7 +32,6 @@ class Call:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether its tokens enter the loss."""
         return self.trainable and self.sampling.temperature > 0
 
 
@@ -55,7 +54,6 @@ class Strand:
 
     @property
     def routed(self) -> list[np.ndarray]:
-        """Return the experts of its tokens, from the first on, in pieces."""
         pieces = (generation.routed_experts for _, _, generation in self.sampled)
         return [piece for piece in pieces if piece is not None]
 
@@ -191,7 +189,6 @@ def _other_image(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> in
 
 
 def _shared(one: "array[int]", other: "array[int]") -> int:
-    """Return the number of tokens that both begin with."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(np.asarray(one)[:length] != np.asarray(other)[:length])
     return int(differing[0]) if len(differing) else length

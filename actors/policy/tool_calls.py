@@ -103,7 +103,6 @@ def read_message(text: str, at: int, schemas: Schemas) -> Found:
 
 
 def in_marks(opening: str, closing: str) -> CallFormat:
-    """Return the format of JSON between two marks."""
     return CallFormat((opening,), JsonCalls(opening, closing), (closing,))
 
 

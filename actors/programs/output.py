@@ -39,7 +39,6 @@ class Output:
             await asyncio.wait([self._reading], timeout=LAST_OUTPUT_S)
 
     async def close(self) -> None:
-        """Read no more."""
         if self._reading is not None:
             await cancelled(self._reading)
         self.overflown.cancel()

@@ -58,7 +58,6 @@ def main() -> None:
 
 
 def _attend(given: ProgramDescriptors) -> int:
-    """Run one program, see to its end, and report it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     with socket.socket(fileno=given.report) as report:

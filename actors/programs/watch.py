@@ -113,7 +113,6 @@ def _over(request: ProgramRequest) -> str:
 
 
 def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
-    """Send a signal to processes, of which some may have ended."""
     for one in processes:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(one.pid, number)

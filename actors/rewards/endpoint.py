@@ -132,7 +132,6 @@ class Endpoint:
         return self._session
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()

@@ -48,7 +48,6 @@ class AgentRewards(Sequence[float]):
 
     @property
     def known_sizes(self) -> list[EpisodeSize]:
-        """Return the sizes of the episodes that this actor has rolled out."""
         return [size for size in self.sizes if size is not None]
 
     @property

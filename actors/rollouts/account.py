@@ -35,7 +35,6 @@ class ActorAccount:
         return await asyncio.to_thread(note)
 
     async def acknowledged(self, sent: Sequence[AccountRecord], ack: StreamAck, *, run: str) -> None:
-        """Note that the bus has the message of these trajectories."""
         if self._writer is None or not sent:
             return
         now_s = time.monotonic()
@@ -46,6 +45,5 @@ class ActorAccount:
         await asyncio.to_thread(self._writer.add, records, run=run)
 
     def close(self) -> None:
-        """Sync what was written."""
         if self._writer is not None:
             self._writer.close()

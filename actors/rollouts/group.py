@@ -115,7 +115,6 @@ class Group:
 
     @property
     def unfailed(self) -> dict[int, Episode]:
-        """Return the episodes finished here that did not fail, by sample."""
         return {
             sample: self.episodes[sample] for sample in sorted(self.episodes.keys() - self.failures.keys())
         }
@@ -141,7 +140,6 @@ class Group:
         return not self.failures or len(usable) + len(running) >= min(2, self.samples)
 
     def add(self, sample: int, outcome: Episode | FailedEpisode) -> None:
-        """One rollout has ended."""
         if isinstance(outcome, Episode) and self.each not in (None, len(outcome.trajectories)):
             outcome = FailedEpisode(
                 "environment_error",
@@ -167,7 +165,6 @@ class Group:
         return None
 
     def rollout(self, sample: int) -> str:
-        """Return the name of one of its rollouts."""
         return f"{self.lease.group_id}.{sample}"
 
     def may_be_shared(self, share_after_s: float | None) -> bool:
@@ -214,7 +211,6 @@ class Group:
         return TrajectoryBatch.of(trajectories_of(self.lease, parts, size=size, actor=self.actor))
 
     def _parts(self, samples: list[int]) -> list[PlacedPart]:
-        """Return the trajectories with their places in the group and their rollouts."""
         parts = [(sample, part) for sample in samples for part in self.episodes[sample].trajectories]
         places = chain.from_iterable(map(self._places, samples)) if self.each else count()
         return [PlacedPart(place, sample, part) for place, (sample, part) in zip(places, parts, strict=False)]
@@ -229,7 +225,6 @@ def _is_of(policy: str, part: AgentTrajectory) -> bool:
 
 
 def _size(parts: Sequence[AgentTrajectory]) -> EpisodeSize:
-    """Return how much an agent sampled in the trajectories of one episode."""
     return EpisodeSize(
         tokens=sum(turn.stop - turn.start for part in parts for turn in part.turns),
         truncated=any(part.end in ("length", "turn_limit") for part in parts),

@@ -78,7 +78,6 @@ class Interruption:
             }
 
     async def keep_when_due(self, group: Group) -> None:
-        """Keep the turns that are new, if it is time to."""
         if group.keeps_turns_in_s(self.every_s) == 0:
             await self.keep_turns(group)
 
@@ -91,7 +90,6 @@ class Interruption:
         return task
 
     async def handed_on(self) -> None:
-        """Return when all that is handed on is stored, or has had its time."""
         try:
             if self._handing_on:
                 await asyncio.wait(self._handing_on, timeout=HAND_ON_S)
@@ -135,7 +133,6 @@ class Interruption:
 
 
 def turn_message(turn: SampledTurn, lease: Lease, rollout: int, actor: str) -> KeptTurn:
-    """Return the message of a turn of a rollout of `lease`."""
     sampled, routed = turn.generation, turn.generation.routed_experts
     layers, per_token = (0, 0) if routed is None else routed.shape[1:]
     return KeptTurn(

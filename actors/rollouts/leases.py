@@ -150,7 +150,6 @@ class PolicyLeases:
             await asyncio.sleep(LOOK_S)
 
     async def publish(self, group: Group) -> None:
-        """Send what is finished and was not sent yet."""
         shard = shard_of(group.lease.lease_id, self._shards)
         messages = group.unsent()
         await together(self._publish(shard, name, batch) for name, batch in messages)

@@ -119,7 +119,6 @@ class Worker:
 
     @property
     def status(self) -> dict[str, Json]:
-        """Return numbers for screens."""
         return {**self.counts, **self.ends.status, "rollouts_running": self.rollouts_running}
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:

@@ -151,7 +151,6 @@ class Descriptors(NamedTuple):
     """Socket to another program, where it has one."""
 
     def close(self) -> None:
-        """Close what the program has, all but the report."""
         for descriptor in (self.code, self.stdin, self.stdout, self.stderr, self.peer):
             if descriptor is not None:
                 os.close(descriptor)

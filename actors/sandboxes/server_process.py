@@ -102,7 +102,6 @@ def _note(readable: "asyncio.Future[None]") -> None:
 
 
 def spawned(module: str, *arguments: str) -> ProgramServer:
-    """Start a module as a process that starts programs."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -113,7 +112,6 @@ def spawned(module: str, *arguments: str) -> ProgramServer:
 
 
 def _refusal(answer: Mapping[str, str]) -> str:
-    """Return what the user can do, by what the sandbox's process said."""
     if "missing" in answer:
         return (
             f"a package of the sandbox cannot be loaded ({answer['missing']}): install it for the actor, or "

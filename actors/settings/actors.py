@@ -91,7 +91,6 @@ class PluginEnvironmentConfig(EnvironmentSettings, UnfinishedConfig):
 
     @property
     def agent_names(self) -> tuple[str, ...] | None:
-        """Return the names that are given."""
         return self.agents or None
 
 

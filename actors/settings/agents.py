@@ -59,7 +59,6 @@ class IsolationConfig(Config):
 
 
 def with_own_python(words: Sequence[str]) -> list[str]:
-    """Return the words of a command with that Python in the place of `{python}`."""
     return [sys.executable if word == OWN_PYTHON else word for word in words]
 
 
@@ -175,12 +174,10 @@ class AgentConfig(AgentTaskConfig):
 
     @property
     def arguments(self) -> list[str]:
-        """Return the command in words."""
         return with_own_python(shlex.split(self.command))
 
     @property
     def verifier_arguments(self) -> list[str]:
-        """Return the verifier's command in words."""
         return with_own_python(shlex.split(self.verifier or ""))
 
     @property
@@ -190,12 +187,10 @@ class AgentConfig(AgentTaskConfig):
 
     @property
     def has_image(self) -> bool:
-        """Return whether the program is one of an image, and not of this host."""
         return self.sandbox is not None and not isinstance(self.sandbox.backend, NamespaceSandboxes)
 
     @property
     def programs(self) -> int:
-        """Return how many programs may run at the same time."""
         return self.programs_at_once or (1 if self.long_lived else PROGRAMS_AT_ONCE)
 
     @property

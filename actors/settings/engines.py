@@ -64,7 +64,6 @@ class EngineSettings(Config):
 
     @property
     def starts_servers(self) -> bool:
-        """Tell whether the actor starts servers of SGLang."""
         return not (self.in_process or self.attached)
 
     @property
@@ -122,12 +121,10 @@ class EmbeddedEngineConfig(EngineSettings):
 
     @property
     def embedded(self) -> "EmbeddedEngineConfig":
-        """Return these settings."""
         return self
 
     @property
     def inexact(self) -> str:
-        """Return which of its settings exact arithmetic does not have."""
         if self.dtype != "float32":
             return f"actors.engine.dtype={self.dtype}: set it to float32"
         if self.attention != "sdpa":
@@ -240,7 +237,6 @@ class SglangEngineConfig(EngineSettings):
 
     @property
     def servers(self) -> "SglangEngineConfig":
-        """Return these settings."""
         return self
 
     @property
@@ -435,7 +431,6 @@ class SglangEngineConfig(EngineSettings):
 
     @property
     def adds_adapters(self) -> bool:
-        """Tell whether adapters are loaded beside the weights."""
         return self.adapter == "loaded"
 
 

@@ -51,11 +51,9 @@ class EnvironmentSettings(Config):
 
     @property
     def reads_native_calls(self) -> bool:
-        """Tell whether it reads calls of tools as the model writes them."""
         return False
 
     def lets_opponent_play(self, agent: str) -> bool:
-        """Tell whether an opponent may play in the place of `agent`."""
         return False
 
     opponent_setting: ClassVar[str] = "opponent"
@@ -87,10 +85,8 @@ class OneAnswerSettings(EnvironmentSettings):
 
     @property
     def agent_names(self) -> tuple[str, ...]:
-        """Return the name of its one agent."""
         return ("solver",)
 
     @property
     def trajectories_per_rollout(self) -> int:
-        """Return that each rollout is one trajectory."""
         return 1

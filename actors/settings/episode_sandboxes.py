@@ -49,7 +49,6 @@ class HostBudgetConfig(Config):
 
     @property
     def amounts(self) -> tuple[float | None, ...]:
-        """Return the most of each that they may use."""
         return self.sandboxes, self.memory_mb, self.disk_mb, self.cpus
 
 

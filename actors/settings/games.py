@@ -115,12 +115,10 @@ class GameConfig(EnvironmentSettings, UnfinishedConfig):
         return ("player",) if count == 1 else tuple(f"player-{n + 1}" for n in range(count))
 
     def lets_opponent_play(self, agent: str) -> bool:
-        """Tell whether the agent is a player."""
         return re.fullmatch(r"player(-\d+)?", agent) is not None
 
     @property
     def opponents_named(self) -> tuple[str, ...]:
-        """Return the names among `actors.opponents` that it needs."""
         named = {self.opponent, self.heldout_opponent or self.opponent}
         return tuple(sorted(named - {SELF, SCRIPTED}))
 

@@ -39,7 +39,6 @@ class RecordedLengths(Config):
 
     @property
     def longest(self) -> int:
-        """Length of the longest answer, in tokens."""
         return self.upper[-1]
 
     @model_validator(mode="after")
@@ -71,7 +70,6 @@ class LengthProfileConfig(OneAnswerSettings):
 
     @property
     def longest_answer(self) -> int:
-        """Return the longest length of the profile."""
         return self.lengths.longest
 
     @field_validator("lengths", mode="before")

@@ -53,14 +53,12 @@ class PanelConfig(SeveralAgentsConfig):
 
     @property
     def agent_names(self) -> tuple[str, ...]:
-        """Return the names of the agents, each of which has one trajectory an episode."""
         roles = {"solver": self.solvers, "rewriter": self.rewriters}
         numbered = (f"{role}-{n + 1}" for role, count in roles.items() for n in range(count))
         return (*numbered, "selector")
 
     @property
     def trajectories_per_rollout(self) -> int:
-        """Return how many agents there are."""
         return len(self.agent_names)
 
     @model_validator(mode="after")
@@ -125,12 +123,10 @@ class DebateConfig(SeveralAgentsConfig):
 
     @property
     def agent_names(self) -> tuple[str, ...]:
-        """Return the names of the debaters and of a judge that is an agent."""
         return (*(f"debater-{n + 1}" for n in range(self.debaters)), "judge")
 
     @property
     def opponents_named(self) -> tuple[str, ...]:
-        """Return the names among `actors.opponents` that it needs."""
         return () if self.decided_by in (VOTE, SELF) else (self.decided_by,)
 
     @model_validator(mode="after")

@@ -44,7 +44,6 @@ class SandboxToolConfig(PoolConfig):
 
     @property
     def on_this_host(self) -> bool:
-        """Return whether a sandbox has the programs of the actor's host."""
         return isinstance(self.backend, NamespaceSandboxes)
 
     @property
@@ -54,5 +53,4 @@ class SandboxToolConfig(PoolConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of its tools."""
         return tuple(name for kind in self.offers for name in TOOLS[kind])

@@ -43,7 +43,6 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
 
     @property
     def agent_names(self) -> tuple[str, ...]:
-        """Return the name of its one agent."""
         return ("solver",)
 
     token_budget: int | None = Field(None, ge=1)
@@ -85,12 +84,10 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
 
     @property
     def checks_sandbox(self) -> bool:
-        """Tell whether something judges what the model leaves in a sandbox."""
         return any(isinstance(tool, SandboxToolConfig) and tool.check is not None for tool in self.tools)
 
     @property
     def reads_native_calls(self) -> bool:
-        """Tell whether calls are read as the model writes them."""
         return self.calls == "native"
 
     @model_validator(mode="after")

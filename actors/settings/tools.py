@@ -141,7 +141,6 @@ class McpConfig(Config):
 
     @property
     def server(self) -> str:
-        """Name of the server in messages."""
         return self.url or " ".join(self.command)
 
 

@@ -96,7 +96,6 @@ class McpServer:
             raise ToolFailedError(f"MCP server {self._config.server}: {error.message}") from error
 
     async def close(self) -> None:
-        """End the connection, and a server that was started for it."""
         await asyncio.to_thread(self._end)
 
 
@@ -110,11 +109,9 @@ class McpTool:
         self._server = server
 
     async def call(self, arguments: Arguments) -> ToolResult:
-        """Have the server do it. Raises ToolError where the server failed."""
         return await self._server.call(self.name, arguments)
 
     async def close(self) -> None:
-        """End the connection to the server, which all its tools share."""
         await self._server.close()
 
 

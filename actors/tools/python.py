@@ -35,7 +35,6 @@ class PythonTool:
         return cls(config.name, sandbox, wall_s=config.wall_s)
 
     async def call(self, arguments: Arguments) -> ToolResult:
-        """Run the code. Raises ToolError where the sandbox failed."""
         ran = await self._sandbox.run(str(arguments["code"]))
         failed = ran.end != "exited" or ran.status != 0
         parts = (ran.stdout, ran.stderr, self._note(ran))
@@ -53,5 +52,4 @@ class PythonTool:
         }[ran.end]
 
     async def close(self) -> None:
-        """End the sandbox."""
         await self._sandbox.close()

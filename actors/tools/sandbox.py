@@ -111,7 +111,6 @@ class SandboxTool:
         return {SANDBOX_CHECK: await self._sandboxes.judged(state)}
 
     async def close(self) -> None:
-        """End the sandboxes of all these tools."""
         await self._sandboxes.close()
 
 
@@ -133,18 +132,15 @@ class Sandboxes:
 
     @property
     def tools(self) -> Sequence[SandboxTool]:
-        """Return the tools that are offered."""
         offered = [OFFERED[kind] for kind in dict.fromkeys(self._config.offers)]
         return [SandboxTool(self, name, *told) for tools in offered for name, told in tools.items()]
 
     @property
     def room_wait_s(self) -> float:
-        """Return the longest time that an episode waits for its sandbox."""
         return self._config.host_budget.wait_s
 
     @property
     def are_checked(self) -> bool:
-        """Return whether something judges what a model leaves."""
         return self._config.check is not None
 
     async def judged(self, state: "SandboxState") -> float:
@@ -161,7 +157,6 @@ class Sandboxes:
             yield state
 
     async def close(self) -> None:
-        """End the sandboxes and what starts them."""
         async with self._closing:
             if not self._is_closed:
                 await self._pool.close()
@@ -214,7 +209,6 @@ async def judged_by_check(
 
 
 def image_of(task: Task) -> str | None:
-    """Return the image that a task names."""
     image = task.metadata.get("sandbox_image")
     return image if isinstance(image, str) else None
 

@@ -15,7 +15,6 @@ NOTHING_ANNOUNCED = SnapshotWanted(incarnation="", policy_version=-1, reason="no
 
 
 def actor_name() -> str:
-    """Return this process among the run's actors."""
     return f"actor-{platform.node()}-{os.getpid()}"
 
 

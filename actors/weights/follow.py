@@ -232,11 +232,9 @@ class PolicyFollower:
 
     @property
     def stage(self) -> str:
-        """Stage of the learner at its latest publication."""
         return self.latest.stage if self.latest else ""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow until `stop`."""
         newest = self._newest
         listening = await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, newest.hear)
         async with asyncio.TaskGroup() as tasks:
@@ -347,7 +345,6 @@ class PolicyFollower:
             self._swapped.notify_all()
 
     def _refused(self, manifest: PolicyManifest) -> bool:
-        """Return whether this version failed a moment ago."""
         tried, until = self._failed
         return manifest == tried and time.monotonic() < until
 

@@ -51,7 +51,6 @@ class AnsweringModel:
     """What it is, for a human and to tell results of other models apart."""
 
     def text(self, token_ids: np.ndarray) -> str:
-        """Return tokens as text, special ones included."""
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
 

@@ -188,7 +188,6 @@ async def _call_rewards(config: RunConfig, prompts: Prompts) -> None:
 
 
 def _of_each_policy(config: RunConfig) -> list[RunConfig]:
-    """Return the run's settings, and those of each further policy's run."""
     return [config, *(of_policy(config, name) for name in config.policies)]
 
 
@@ -254,7 +253,6 @@ def _of_policy(config: RunConfig, sentence: str) -> str:
 
 
 async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
-    """Check what `launch storage` checks first, as `rehearse_local` does."""
     RunDirectory(config.directory, config.run).refuse_unwritable()
     AlertCalls(config)
     refuse_missing(config.metrics)

@@ -47,15 +47,12 @@ class WatchedPolicy(Policy):
         return policy
 
     async def chat(self, *args: Any, **asked: Any) -> Completion:
-        """Do what `Policy.chat` does."""
         return self._noted(await super().chat(*args, **asked))
 
     async def generate(self, *args: Any, **asked: Any) -> Completion:
-        """Do what `Policy.generate` does."""
         return self._noted(await super().generate(*args, **asked))
 
     async def go_on(self, *args: Any, **asked: Any) -> Completion:
-        """Do what `Policy.go_on` does."""
         return self._noted(await super().go_on(*args, **asked))
 
     def _noted(self, completion: Completion) -> Completion:
@@ -85,7 +82,6 @@ class Trial:
         return "\n".join([*parts, *self._rewards(task, outcome)])
 
     def summary(self) -> str:
-        """Return what the rollouts have in common."""
         counts, mean = self.counts, np.mean(self.rewards) if self.rewards else float("nan")
         said = [
             f"{len(self.rewards)} rewards, {mean:.3g} in the mean; {counts['failed']} rollouts failed",

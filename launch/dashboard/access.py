@@ -47,7 +47,6 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Return the address of the page."""
         scheme = "http" if self.certificate is None else "https"
         return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
@@ -111,7 +110,6 @@ class Access:
         self._key = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -151,7 +149,6 @@ class Access:
         return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._session.encode())
 
     def is_token(self, shown: str) -> bool:
-        """Return whether this is the token."""
         return self._token is not None and hmac.compare_digest(shown.strip().encode(), self._token.encode())
 
     @property

@@ -74,7 +74,6 @@ class StepAlerts:
         """What a live learner says itself."""
 
     def add(self, row: Record) -> None:
-        """Take the metrics of the next step."""
         step = integer(row, "step")
         if step <= integer(self._last, "step"):  # a learner resumed, and what followed is undone
             self._reward, self._entropy = Trend(), Trend()
@@ -84,7 +83,6 @@ class StepAlerts:
         self._entropy.add(step, number(row, "policy/entropy_nats"))
 
     def words(self, config: RunConfig) -> list[str]:
-        """Return what is wrong in the latest step, each in a sentence."""
         return [*self._collapses(), *self._staleness(config), *self._out_of_range(config)]
 
     def _collapses(self) -> Iterator[str]:

@@ -64,7 +64,6 @@ class Dashboard:
 
     @property
     def routes(self) -> list[Route | Mount]:
-        """Return what can be asked for."""
         return [
             Route("/", _page),
             Route("/api/runs", self.list_runs),
@@ -82,20 +81,17 @@ class Dashboard:
         ]
 
     async def list_runs(self, request: Request) -> Response:
-        """Answer with the facts of every run of the directory."""
         names = self._runs.names()
         facts = await asyncio.to_thread(facts_of_runs, self._runs.root, names)
         return JSONResponse({"directory": str(self._runs.root), "runs": facts})
 
     async def run(self, request: Request) -> Response:
-        """Answer with the facts of a run and what its charts show."""
         name = self._name(request)
         [facts] = await asyncio.to_thread(facts_of_runs, self._runs.root, [name])
         shown: dict[str, Json] = {"charts": [asdict(chart) for chart in CHARTS]}
         return JSONResponse(facts | shown | {"may_change": self._asks_for_token})
 
     async def note(self, request: Request) -> Response:
-        """Keep the text that was sent as the note of the run."""
         name = self._name(request)
         text = str((await self._change(request)).get("text", ""))
         await asyncio.to_thread(RunDirectory(self._runs.root, name).write_note, text)
@@ -137,7 +133,6 @@ class Dashboard:
         return JSONResponse(payload | {"read": feed.read_fraction, "problem": feed.problem})
 
     async def step(self, request: Request) -> Response:
-        """Answer with all figures of a step."""
         name, step = self._name(request), int(request.path_params["step"])
         found = await asyncio.to_thread(RunFiles(self._runs.root / name).step, step)
         if found is None:
@@ -169,14 +164,12 @@ class Dashboard:
         return JSONResponse(await trajectory_list(source, wanted))
 
     async def trajectory(self, request: Request) -> Response:
-        """Answer with one trajectory, token by token."""
         name = self._name(request)
         trajectory = str(request.path_params["trajectory"])
         source = self._runs.trajectories(name, held_out=trajectory.startswith(PREFIX))
         return JSONResponse(await one_trajectory(source, trajectory, labelled=self._shows_labels(name)))
 
     async def group(self, request: Request) -> Response:
-        """Answer with the trajectories of a group, side by side."""
         name = self._name(request)
         source = self._runs.trajectories(name, held_out="held_out" in request.query_params)
         lease = _whole("lease", str(request.path_params["lease"]))
@@ -265,7 +258,6 @@ async def _page(request: Request) -> Response:
 
 
 def application(runs: OpenRuns, address: Address, token: str | None, stop: asyncio.Event) -> Access:
-    """Return the application, behind the check of who may read it."""
     dashboard = Dashboard(runs, stop, asks_for_token=token is not None)
 
     async def login(request: Request) -> Response:

@@ -29,7 +29,6 @@ class Chart:
     """Says whether it is of the supervised stage, whose steps are counted for themselves."""
 
     def draws(self, name: str) -> bool:
-        """Return whether the quantity has a curve here."""
         return name in self.curves or bool(self.prefix and name.startswith(self.prefix))
 
 

@@ -35,17 +35,14 @@ class MetricsFile:
 
     @property
     def exists(self) -> bool:
-        """Return whether there is such a file."""
         return self._path.exists()
 
     @property
     def left_bytes(self) -> int:
-        """Return the number of bytes that were not read yet."""
         return self._path.stat().st_size - self._place
 
     @property
     def read_fraction(self) -> float:
-        """Return how much of the file was read, 1 for all of it."""
         size = self._path.stat().st_size
         return self._place / size if size else 1.0
 

@@ -27,7 +27,6 @@ class OpenRuns:
     def __init__(
         self, root: Path, locate: Locate, named: str | None = None, *, remove: Removal | None = None
     ) -> None:
-        """`remove` removes the run of a name, or refuses it."""
         self.root = root
         self.named = named
         self._locate = locate
@@ -52,13 +51,11 @@ class OpenRuns:
         return self._feeds[name]
 
     def status(self, name: str) -> StatusWatch:
-        """Return what asks a run how it is."""
         if name not in self._watches:
             self._watches[name] = StatusWatch(name, self._locate)
         return self._watches[name]
 
     def alerts(self, name: str) -> RunAlerts:
-        """Return what finds out which things of a run want attention."""
         if name not in self._alerts:
             self._alerts[name] = RunAlerts(self.root, name)
         return self._alerts[name]
@@ -87,6 +84,5 @@ class OpenRuns:
             await watch.close()
 
     async def close(self) -> None:
-        """Give up the questions that are under way."""
         for watch in self._watches.values():
             await watch.close()

@@ -46,7 +46,6 @@ class _Values:
             setattr(self, name, fresh)
 
     def cut(self, begin: int) -> None:
-        """Forget the intervals from `begin` on."""
         self.count[begin:], self.sum[begin:] = 0, 0
         self.low[begin:], self.high[begin:] = np.inf, -np.inf
 
@@ -73,7 +72,6 @@ class Buckets:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the quantities."""
         return [*self._values]
 
     def append(self, steps: Sequence[int], columns: Mapping[str, Floats]) -> None:
@@ -101,7 +99,6 @@ class Buckets:
             self._values.setdefault(name, _Values()).add(at, column)
 
     def forget_from(self, step: int) -> None:
-        """Forget the intervals that begin at `step` or later."""
         if step > self.last:
             return
         for values in self._values.values():
@@ -182,7 +179,6 @@ class ScoreCurves:
 
     @property
     def curves(self) -> Buckets:
-        """Return the scores in intervals of steps."""
         found = deepcopy(self._older)
         if self._latest:
             rows = [self._latest[step] for step in sorted(self._latest)]

@@ -58,7 +58,6 @@ class StatusWatch:
         return self._state
 
     async def close(self) -> None:
-        """Give up the question that is under way."""
         if self._asking is not None:
             await cancelled(self._asking)
 

@@ -37,7 +37,6 @@ class Finding:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Json]:
-        """Return it as one object."""
         return asdict(self)
 
 
@@ -53,6 +52,5 @@ def brief(error: Exception) -> str:
 
 
 def worst(findings: Iterable[Finding]) -> FindingLevel:
-    """Return the gravest level of several findings."""
     levels = {finding.level for finding in findings}
     return "error" if "error" in levels else "warning" if "warning" in levels else "ok"

@@ -111,7 +111,6 @@ def _fsync_s(directory: Path) -> float:
 
 
 def check_ports(config: RunConfig) -> Iterator[Finding]:
-    """Tell whether the ports that the run names are free on this host."""
     wanted = dict(_ports(config))
     taken = []
     for what, (host, port) in wanted.items():
@@ -142,7 +141,6 @@ def _ports(config: RunConfig) -> Iterator[tuple[str, tuple[str, int]]]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Tell how many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
         yield Finding(

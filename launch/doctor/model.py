@@ -58,7 +58,6 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def _trained(config: RunConfig, path: Path) -> Iterator[Finding]:
-    """Tell whether the learner trains this model as the settings say."""
     from launch.checks.model_check import refuse_model
 
     found = config.model_copy(update={"model": config.model.model_copy(update={"path": path.resolve()})})

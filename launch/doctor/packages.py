@@ -23,7 +23,6 @@ ANSWER_S = 60.0
 
 
 def check_python() -> Iterator[Finding]:
-    """Tell the interpreter's version."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= OLDEST_PYTHON:
         yield Finding("python", "ok", f"{found}, {sys.executable}")
@@ -112,7 +111,6 @@ def check_sglang(config: RunConfig) -> Iterator[Finding]:
 
 
 def _requirements(package: str, extra: str) -> Iterator[Requirement]:
-    """Yield what a package needs, or what only its extra needs besides."""
     for text in distribution(package).requires or ():
         try:
             requirement = Requirement(text)

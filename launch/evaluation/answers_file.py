@@ -38,7 +38,6 @@ class EvaluationAnswer:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Return which answer it is."""
         return self.data_set, self.prompt, self.sample
 
 
@@ -67,7 +66,6 @@ class AnswersFile:
             yield self
 
     def add(self, answer: EvaluationAnswer) -> None:
-        """Keep an answer."""
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
         if answer.failure:
@@ -75,7 +73,6 @@ class AnswersFile:
         self._keep(answer)
 
     def _check(self, identity: Mapping[str, Json]) -> None:
-        """Note what the answers are of, or compare it with what was noted."""
         noted = self._directory / "evaluation.json"
         given = json.loads(json.dumps(identity))
         if not noted.is_file():

@@ -166,7 +166,6 @@ def _by_prompt(values: Iterable[tuple[int, float]]) -> list[list[float]]:
 
 
 def _mean(of_prompts: Sequence[Sequence[float]]) -> Estimate:
-    """Return the mean over prompts of the mean over their answers."""
     return mean([fmean(one) for one in of_prompts], sum(map(len, of_prompts)))
 
 
@@ -321,7 +320,6 @@ async def _ask(
     config: RunConfig, stop: asyncio.Event, request: EvaluationRequest, sets: Sequence[_Set],
     model: AnsweringModel, file: AnswersFile,
 ) -> None:  # fmt: skip
-    """Ask for each answer that is not in `file`, until `stop`."""
     usual = Sampling.from_config(config.sampling, model.stops)
     wanted = [one for one in _wanted(sets, request, usual) if one.key not in file.answers]
     policies = {
@@ -362,7 +360,6 @@ def _sets(
 
 
 def _wanted(sets: Sequence[_Set], request: EvaluationRequest, usual: Sampling) -> Iterator[_Asked]:
-    """Yield every answer that is part of the evaluation."""
     greedy = replace(usual, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, keep_masks=False)
     for one in sets:
         settings = one.settings

@@ -48,7 +48,6 @@ class VirtualEnvironment:
 
     @property
     def python(self) -> Path:
-        """Return its interpreter."""
         return self.place / "venv" / "bin" / "python"
 
     def make(self) -> None:
@@ -166,12 +165,10 @@ class ExternalEnvironment:
 
     @property
     def kind(self) -> str:
-        """Return what stands before the colon."""
         return self.file.source.partition(":")[0]
 
     @property
     def name(self) -> str:
-        """Return what stands behind the colon."""
         return self.file.source.partition(":")[2]
 
     @property

@@ -36,7 +36,6 @@ class HarborTask:
 
     @property
     def name(self) -> str:
-        """Return the name of its directory."""
         return self.directory.name
 
     def setting(self, table: str, name: str) -> Any:
@@ -54,7 +53,6 @@ class HarborTask:
 
     @cached_property
     def instruction(self) -> str:
-        """Return what the policy is asked."""
         return self._text(self.directory / "instruction.md")
 
     @cached_property
@@ -72,7 +70,6 @@ class HarborTask:
 
     @cached_property
     def dockerfile(self) -> str:
-        """Return how its image is built."""
         image, path = (
             self.setting("environment", "docker_image"),
             self.directory / "environment" / "Dockerfile",
@@ -87,7 +84,6 @@ class HarborTask:
         return "\n".join([*lines, *([f"WORKDIR {place}"] if place else [])]) + "\n"
 
     def check(self) -> None:
-        """Raise `ConfigError` for what no sandbox here can do."""
         needed = [f"{table}.{name}" for table, name in REFUSED if self.setting(table, name)]
         needed += [path.name for path in (self.directory / "environment").glob("*compose*.y*ml")]
         needed += ["steps"] if self.config.get("steps") else []
@@ -100,7 +96,6 @@ class HarborTask:
             raise self.refused(f"it needs {', '.join(needed)}")
 
     def refused(self, reason: str) -> ConfigError:
-        """Return the error of a task that cannot be had."""
         return ConfigError(f"the Harbor task {self.directory}: {reason}; leave this task out")
 
     def files_of_host(self) -> tuple[str, dict[str, str]]:
@@ -126,7 +121,6 @@ class HarborTask:
         return str(place), found
 
     def _copied(self, words: list[str], place: PurePosixPath) -> Iterator[tuple[Path, PurePosixPath]]:
-        """Yield the files that COPY copies, and where they are then."""
         *sources, last = words
         context, target = self.directory / "environment", place / last
         for source in sources:

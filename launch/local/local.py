@@ -96,7 +96,6 @@ def dashboard_hint(config: RunConfig) -> str:
 async def _supervise(
     config: RunConfig, run: RunDirectory, console: Console, stop: asyncio.Event, *, own_bus: bool, lock: int
 ) -> Summary:
-    """Run every process until the run is over or `stop`."""
     if own_bus:
         bus = config.bus.model_copy(update={"url": f"nats://{HOST}:{free_port(HOST)}"})
         config = config.model_copy(update={"bus": bus})
@@ -256,7 +255,6 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
 
 
 def _actors_drain_s(config: RunConfig) -> float:
-    """Return the longest time that actors may take to end."""
     return config.actors.interruption.finish_within_s + HAND_BACK_S
 
 

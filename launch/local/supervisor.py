@@ -65,7 +65,6 @@ class Part:
 
     @property
     def running(self) -> asyncio.subprocess.Process | None:
-        """Return the process, unless it has ended."""
         return self.process if self.process is not None and self.process.returncode is None else None
 
 
@@ -86,7 +85,6 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """Return how often a part had to be started again."""
         return sum(len(part.started) - 1 for part in self.parts)
 
     async def start(self, part: Part, *, ready: Callable[[], Awaitable[bool]] | None = None) -> None:
@@ -144,12 +142,10 @@ class Supervisor:
             raise
 
     def pids(self, name: str) -> list[int]:
-        """Process ids of the running parts of that name."""
         return [part.running.pid for part in self.parts if part.name == name and part.running is not None]
 
     @property
     def ended_pids(self) -> frozenset[int]:
-        """Return the process ids of parts that have ended with status 0."""
         ended = (part.process for part in self.parts if part.process is not None)
         return frozenset(process.pid for process in ended if process.returncode == 0)
 

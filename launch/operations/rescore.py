@@ -65,7 +65,6 @@ class Rescoring:
     comparison: Comparison
 
     def to_json(self) -> dict[str, Json]:
-        """Return the result as JSON."""
         values: dict[str, Json] = asdict(self)
         del values["comparison"]
         return {**values, **asdict(self.comparison)}
@@ -235,7 +234,6 @@ class EnvironmentRewards:
             into.failures += [f"{one.trajectory_id}, environment {name!r}: {error}" for one in group]
 
     async def close(self) -> None:
-        """Give up the connections and processes of the rewards."""
         for scorer in self._scorers.values():
             if scorer is not None:
                 await scorer.close()

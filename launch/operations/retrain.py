@@ -202,7 +202,6 @@ def restore_run(run: RunDirectory, archive: str | None) -> list[str]:
 
 
 def _differences(before: Mapping[str, Json], after: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the values of `after` that are others, by dotted key."""
     found: dict[str, Json] = {}
     for key, value in after.items():
         old = before.get(key)

@@ -48,7 +48,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
         return sum(asdict(self).values())
 
 
@@ -65,12 +64,10 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers of the text model."""
         return size(self.hf_config.get_text_config(), "num_hidden_layers")
 
     @property
     def parameters(self) -> int:
-        """Return the number of all weights."""
         return sum(weight.elements for weight in self.weights)
 
 

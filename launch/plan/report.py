@@ -13,7 +13,6 @@ UNMEASURED = (
 
 
 def plan_lines(found: Plan, asked: Question) -> Iterator[str]:
-    """Yield the plan's lines."""
     each = ", ".join(f"{name} {_gib(value)}" for name, value in asdict(found.rank).items() if value)
     yield f"{found.model_type}, {found.parameters / 1e9:.2f} billion weights, learner.backend={found.backend}"
     yield (

@@ -152,7 +152,6 @@ def _mlp(config: PretrainedConfig, layer: int) -> int:
 
 
 def is_mixture(config: PretrainedConfig, layer: int) -> bool:
-    """Tell whether a layer has experts."""
     if not size(config, "num_experts_per_tok"):
         return False
     if not size(config, "num_experts", "n_routed_experts", "num_local_experts"):

@@ -27,13 +27,11 @@ async def episode(policy: AsyncOpenAI, question: str, label: str) -> dict[str, A
 
 
 async def asked_of(policy: AsyncOpenAI, agents: Sequence[str], content: str) -> dict[str, str]:
-    """Return what each of the agents answers."""
     answers = await asyncio.gather(*(ask(policy, agent, content) for agent in agents))
     return dict(zip(agents, answers, strict=True))
 
 
 async def ask(policy: AsyncOpenAI, agent: str, content: str) -> str:
-    """Return what one agent answers."""
     completion = await policy.chat.completions.create(
         model="any", messages=[{"role": "user", "content": content}], extra_headers={"X-Sluice-Agent": agent}
     )

@@ -55,7 +55,6 @@ COUNTERS = {
 
 
 def metrics_text(state: ProcessState) -> bytes:
-    """Return all metrics of the process."""
     registry = CollectorRegistry()
     registry.register(_Sluice(state))
     return generate_latest(registry)

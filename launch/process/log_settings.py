@@ -71,7 +71,6 @@ def _room_or_nothing() -> Iterator[None]:
 
 
 def logs_json() -> bool:
-    """Return whether this process writes its log as JSON."""
     structlog: Any = sys.modules.get("structlog")
     if structlog is None or not structlog.is_configured():
         return False
@@ -79,7 +78,6 @@ def logs_json() -> bool:
 
 
 def log_failure(message: str, status: int) -> None:
-    """Log the error that this process ends with."""
     import structlog
 
     structlog.get_logger().error(FAILED, reason=message, status=status)

@@ -85,7 +85,6 @@ def _trusted(bus: Bus, config: RunConfig) -> bool:
 
 
 def _writers(bus: Bus, config: RunConfig) -> str:
-    """Return who can write the record of a run that is not trusted."""
     url, where = bus.client.connected_url, without_credentials(config.bus.url)
     if url is not None and is_loopback(url.hostname or ""):
         return (

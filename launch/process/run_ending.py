@@ -35,7 +35,6 @@ def _note(run: RunDirectory, state: str, problem: str = "") -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return what a note of the error says."""
     first = next(leaves(error)) if isinstance(error, BaseExceptionGroup) else error
     text = str(first) if isinstance(first, SluiceError) else f"{type(first).__name__}: {first}"
     return text[:LONGEST]

@@ -59,7 +59,6 @@ class Agent(LocalElasticAgent):
         return result
 
     def ending(self, status: int) -> str:
-        """Describe how a rank of this host ended."""
         return self._memory_kills.ending(status, SMALLER_LEARNER)
 
     def ended_kindly(self) -> bool:

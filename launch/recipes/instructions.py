@@ -34,7 +34,6 @@ class Instruction:
     """Values of its arguments, of which each prompt has one."""
 
     def drawn(self, rng: random.Random) -> tuple[str, dict[str, Json]]:
-        """Return the text and the arguments of one prompt."""
         arguments = {name: rng.choice(values) for name, values in self.choices.items()}
         return self.text.format(**arguments), arguments
 

@@ -24,7 +24,6 @@ class PackagedModel:
 
     @property
     def wheel(self) -> str:
-        """Return the beginning of the name of its wheel."""
         return f"{self.package.replace('-', '_')}-{self.version}-"
 
 

@@ -69,7 +69,6 @@ def user_cache() -> Path:
 
 
 def recipes_directory() -> Path:
-    """Return where models and prompts of all recipes are kept."""
     return user_cache() / "sluice" / "recipes"
 
 
@@ -84,7 +83,6 @@ def recipe(name: str) -> Recipe:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of all recipes."""
     return sorted(PROMPTS)
 
 

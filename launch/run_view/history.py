@@ -41,7 +41,6 @@ class Step:
 
     @property
     def training_s(self) -> float:
-        """Return the time of the step without waiting."""
         return max(0.0, self.step_s - self.waiting_s - self.publish_stall_s)
 
 
@@ -109,7 +108,6 @@ def is_warmup(record: Record) -> bool:
 
 
 def is_evaluation(record: Record) -> bool:
-    """Tell whether a line is of an evaluation."""
     return record.get("kind") == "evaluation"
 
 
@@ -119,7 +117,6 @@ def supervised_steps(metrics_path: Path) -> dict[int, Record]:
 
 
 def step_of(record: Record) -> Step:
-    """Return the step that a line is of."""
     return Step(
         step=integer(record, "step"),
         time_s=number(record, "time_s"),
@@ -175,7 +172,6 @@ class History:
 
     @property
     def last(self) -> Step | None:
-        """Return the step trained last."""
         return self.steps[next(reversed(self.steps))] if self.steps else None
 
     @property

@@ -67,7 +67,6 @@ class RunSettings:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> Self:
-        """Return what the configuration of a run says."""
         return cls(
             name=config.run,
             steps=config.learner.steps,
@@ -175,7 +174,6 @@ class RunMonitor:
         self.history.add(record)
 
     def on_answer(self, answered: bool) -> None:
-        """Note whether the bus answered just now."""
         self._is_answered = answered
         if answered:
             self._answered_s = self._clock()
@@ -195,7 +193,6 @@ class RunMonitor:
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds since this monitor began."""
         return self._clock() - self._started_s
 
     @property
@@ -224,7 +221,6 @@ class RunMonitor:
         return sorted(found, key=lambda p: (order.get(p.status.role, 2), p.status.source))
 
     def actors(self) -> list[HeardProcess]:
-        """Return the actors that are not silent."""
         return [p for p in map(self.processes.__getitem__, self._actors) if not self.silent_s(p)]
 
     def values(self, role: str) -> dict[str, Json]:
@@ -291,7 +287,6 @@ class RunMonitor:
 
     @property
     def policies(self) -> dict[str, dict[str, Json]]:
-        """Return how far each further policy of the run is, by name."""
         return further_policies(actor.status.values for actor in self.actors())
 
     @property

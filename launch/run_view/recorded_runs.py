@@ -63,7 +63,6 @@ class RecordedRun:
     """Checkpoint of another run with whose weights it began, as run@step."""
 
     def to_json(self) -> dict[str, Json]:
-        """Return it as one object."""
         return asdict(self)
 
 
@@ -93,7 +92,6 @@ def recorded_runs(paths: Iterable[Path]) -> list[RecordedRun]:
 
 
 def lock_files(path: Path) -> Iterator[Path]:
-    """Yield the files of a run that its processes hold open."""
     for pattern in LOCKS:
         yield from path.glob(pattern)
 

@@ -132,7 +132,6 @@ class RunFiles:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """Return each start of the run, the first one first."""
         return self._json("provenance.json", STARTS, PROVENANCE_REMEDY)[1] or []
 
     @property
@@ -200,12 +199,10 @@ class RunFiles:
 
     @cached_property
     def latest_rows(self) -> list[Record]:
-        """Return the latest lines of metrics.jsonl."""
         return self._known(lambda: latest_records(self.path / "metrics.jsonl", TAIL_BYTES), [])
 
     @cached_property
     def latest(self) -> History:
-        """Return the latest steps and evaluations."""
         return History(self.latest_rows)
 
     @property
@@ -285,7 +282,6 @@ class RunFiles:
         return [checkpoints.supervised(step) if step < 0 else self.planned_steps or 0 for step in found]
 
     def checkpoint(self, step: int) -> Path:
-        """Return the directory of the checkpoint of one of `saved_steps`."""
         root = self.path / "checkpoints"
         if not self._is_supervised:
             return checkpoints.directory(root, step)

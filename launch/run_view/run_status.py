@@ -88,16 +88,13 @@ class RunState:
 
     @property
     def run(self) -> str:
-        """Return the name of the run."""
         return self.monitor.settings.name
 
     @property
     def statuses(self) -> dict[str, Status]:
-        """Return the latest status of each process that sent one, by source."""
         return {source: process.status for source, process in self.monitor.processes.items()}
 
     def of_role(self, role: str) -> list[Status]:
-        """Return the processes of a role that sent a status."""
         return [status for status in self.statuses.values() if status.role == role]
 
     @property

@@ -116,7 +116,6 @@ def _listed(numbers: Mapping[str, int]) -> str:
 
 
 def engines_of(values: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """Return what an actor's status tells of each of its engines, by name."""
     found = values.get("engines")
     return {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
 

@@ -117,7 +117,6 @@ def _missing(name: str, holder: RoleHolder | None, *, state: RunState, role: str
 
 
 def waits(state: RunState) -> list[str]:
-    """Return what processes wait for and why, each in a sentence."""
     if state.stage == "done":
         return ["nobody waits: the run is done"]
     found = [*_waiting_learner(state), *waiting_actors(state)]
@@ -165,7 +164,6 @@ def _held(state: RunState) -> str:
 
 
 def waiting_actors(state: RunState) -> Iterator[str]:
-    """Yield how many actors wait for each reason."""
     reasons: dict[str, int] = {}
     for actor in state.of_role("actor"):
         if waits_for_leases(actor):

@@ -30,7 +30,6 @@ class CompletionTable:
         """Characters of each column, from the first trajectory on."""
 
     def __call__(self, found: dict[str, Json]) -> str:
-        """Return the line of a trajectory."""
         head = ""
         if not self._sizes:
             self._sizes = _sizes(self._width, has_parts=bool(reward_parts(found)))
@@ -70,7 +69,6 @@ def _cells(found: dict[str, Json]) -> dict[str, str]:
 
 
 def reward_parts(found: dict[str, Json]) -> list[tuple[str, Json]]:
-    """Return the names and values of the parts of the reward."""
     components = found["reward_components"]
     return [*components.items()] if isinstance(components, dict) else []
 
@@ -90,7 +88,6 @@ def shortened(text: str, size: int) -> str:
 
 
 def _end(text: str, size: int) -> str:
-    """Return the end of a text that has at most `size` cells."""
     end = text[-size:]
     while cell_len(end) > size:
         end = end[1:]

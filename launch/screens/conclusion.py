@@ -61,7 +61,6 @@ def _conclude_recorded(config: RunConfig, run: RunDirectory, monitor: RunMonitor
 
 
 def conclude(config: RunConfig, run: RunDirectory, monitor: RunMonitor, wall_s: float) -> Summary:
-    """Draw the curves and write the summary."""
     if run.metrics.exists():
         draw_curves(
             run.metrics,

@@ -30,7 +30,6 @@ RECENT_STEPS = 10
 
 
 def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
-    """Return one line for each run of a directory."""
     if not runs:
         return Text(f"no run in {directory}: {NO_RUNS}")
     table = Table(box=None, pad_edge=False)
@@ -60,7 +59,6 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
 
 
 def whole_run(path: Path) -> dict[str, Any]:
-    """Return everything that a run's directory tells of it."""
     [run] = recorded_runs([path])
     if run.state == "damaged":
         return run.to_json()
@@ -167,7 +165,6 @@ def comparison(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def comparison_table(found: Mapping[str, Any]) -> Table:
-    """Return what `comparison` found, a column for each run."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", style="cyan", overflow="fold")
     for name in found["runs"]:
@@ -222,7 +219,6 @@ def _best(history: History) -> float | None:
 
 
 def _reward_until(history: History, step: int) -> float | None:
-    """Return the mean reward of the ten steps up to this one."""
     rewards = [s.reward_mean for s in history.steps.values() if s.step <= step and isfinite(s.reward_mean)]
     recent = rewards[-RECENT_STEPS:]
     return sum(recent) / len(recent) if recent else None
@@ -238,17 +234,14 @@ def _seconds_until(history: History, step: int) -> float | None:
 
 
 def at(time_s: float | None) -> str:
-    """Return a time as a clock of this host shows it."""
     return UNKNOWN if time_s is None else f"{datetime.fromtimestamp(time_s).astimezone():%Y-%m-%d %H:%M}"
 
 
 def ago(time_s: float | None) -> str:
-    """Return how long ago something was."""
     return UNKNOWN if time_s is None else f"{duration(max(0.0, time.time() - time_s))} ago"
 
 
 def waiting_text(waits_for: str, since: float | None) -> str:
-    """Return what a learner waits for, and since when."""
     return f"the learner is {waits_for}, since {at(since)} ({ago(since)})"
 
 

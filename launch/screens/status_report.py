@@ -80,7 +80,6 @@ def _member(status: Status) -> Report:
 
 
 def _silent(state: RunState) -> Iterator[Report]:
-    """Return the holders of a role which sent no status."""
     heard = {(status.host, status.pid) for status in state.statuses.values()}
     for role, holder in sorted(state.holders.items()):
         if (holder.host, holder.pid) not in heard:
@@ -176,7 +175,6 @@ def _staleness(state: RunState) -> Report:
 
 
 def screen(found: Report) -> str:
-    """Return the report as lines of at most `WIDTH` columns."""
     lines = [f"{found['run']}  {found['stage']}  {'healthy' if found['healthy'] else 'NOT HEALTHY'}"]
     lines += [line for problem in found["problems"] for line in _row("problem", problem, most=8)]
     lines += [line for wait in found["waits"] or ["nobody waits"] for line in _row("waiting", wait)]
@@ -229,7 +227,6 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
 
 
 def _figures_of_rollouts(found: Report) -> Iterator[tuple[str, str]]:
-    """Yield what a run on demonstrations or pairs alone has not."""
     staleness, leases = found["staleness"], found["leases"]
     yield (
         "staleness",

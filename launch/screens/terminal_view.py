@@ -380,7 +380,6 @@ def _absent(monitor: RunMonitor) -> str:
 
 
 def status_line(monitor: RunMonitor) -> str:
-    """Return what is known of the run's state in one line, for a log."""
     reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
     latest = evaluations[next(reversed(evaluations))] if evaluations else None
     held_out = "" if latest is None else f"{fraction(latest.sampled)} at {latest.where}"

@@ -33,7 +33,6 @@ log = structlog.get_logger()
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
-    """Run an actor process until `stop` or the end of the run."""
     async with connected(where, "actors", stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:

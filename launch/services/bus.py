@@ -77,7 +77,6 @@ async def serve_bus(
 async def _keep_alive(
     server: NatsServer, state: ProcessState, stop: asyncio.Event, probe: Credentials | None
 ) -> None:
-    """Restart a server that stores nothing any more, until `stop`."""
     restarts = 0
     while True:
         state.waits_for, state.doing = "", f"nats-server listens at {server.url}"

@@ -114,7 +114,6 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
 async def serve_shadow(
     where: RunConfig, overrides: dict[str, Any], name: str, from_checkpoint: Path | None, stop: asyncio.Event
 ) -> None:
-    """Run a shadow of the run's learner until that is done or `stop`."""
     _refuse_no_checkpoint(from_checkpoint)
     kept = RunDirectory(where.directory, where.run).shadow(name)
     async with connected(where, "shadow", stop, name=f"shadow-{name}") as bus:

@@ -99,7 +99,6 @@ async def _serve_from(
 async def serve_shards(
     where: RunConfig, overrides: dict[str, Any], numbers: tuple[int, ...], stop: asyncio.Event
 ) -> None:
-    """Run some of the run's replay shards until `stop`."""
     from storage.shard.service import ShardsSettings, run_shards
 
     async with connected(where, "shards", stop) as bus:

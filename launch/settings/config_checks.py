@@ -100,7 +100,6 @@ def _check_stages(config: "RunConfig") -> None:
 
 
 def _check_reward_model(config: "RunConfig", loss: str) -> None:
-    """Refuse what a model that gives scores cannot have."""
     learner = config.learner
     if learner.steps:
         raise ConfigError(f"{loss} with learner.steps={learner.steps}: it is no policy; set learner.steps=0")

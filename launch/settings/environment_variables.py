@@ -29,12 +29,10 @@ KNOWN_VARIABLES = (*SETTING_VARIABLES, *LOG_VARIABLES, DASHBOARD_TOKEN_VARIABLE,
 
 
 def variable_of(setting: str) -> str | None:
-    """Return the variable that stands for a setting, such as `run`, if one does."""
     return next((name for name, meant in SETTING_VARIABLES.items() if meant == setting), None)
 
 
 def run_variables() -> list[Source]:
-    """Return which run the environment names, and in which directory."""
     named = {name: os.environ.get(name) for name in (RUN_VARIABLE, DIRECTORY_VARIABLE)}
     return [
         Source(f"environment {name}", {SETTING_VARIABLES[name]: value})

@@ -209,7 +209,6 @@ class RunConfig(ProcessConfig):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the processes of `launch local`, by name."""
         return (*PARTS, *(f"learner-{name}" for name in self.policies))
 
     @property
@@ -329,7 +328,6 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets."""
     return sorted(_presets())
 
 

@@ -50,7 +50,6 @@ def short_sources(
     bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
     reward: str | None = None, agent: str | None = None, from_run: str | None = None,
 ) -> list[Source]:  # fmt: skip
-    """Return the settings that the environment and the short forms stand for."""
     environment: dict[str, Any] = {}
     if agent is not None:
         environment = {"type": "agent", "command": agent, "reward": "posted"}
@@ -129,5 +128,4 @@ def short_forms(
     bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
     reward: str | None = None, agent: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the settings of `short_sources` in one layer."""
     return merged(short_sources(bus, creds, prompts, reward, agent))

@@ -75,7 +75,6 @@ def _replaced(below: Mapping[str, Any], value: Layer, origin: str, here: Locatio
 
 
 def leaves(table: Mapping[str, Any], above: Location = ()) -> Iterator[tuple[Location, Any]]:
-    """Yield each plain setting of a table and of the tables below it, with its location."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, (*above, key))

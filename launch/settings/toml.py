@@ -34,7 +34,6 @@ def document(table: Mapping[str, Any], write: Write, above: Location = ()) -> It
 
 
 def setting(name: str, value: Any) -> str:
-    """Return the line that gives a setting its value."""
     return f"{_key(name)} = {_text(NO_VALUE if value is None else value)}"
 
 

@@ -107,7 +107,6 @@ def _parts(text: str) -> list[Any]:
 
 
 def may_be_none(annotation: Any) -> bool:
-    """Return whether a setting may have no value."""
     return type(None) in get_args(annotation)
 
 

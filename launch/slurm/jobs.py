@@ -39,7 +39,6 @@ class Jobs:
 
     @property
     def actors_name(self) -> str:
-        """Return the name of the array's jobs."""
         return f"{self.name}-actors"
 
 

@@ -61,7 +61,6 @@ class TrajectoryFilter:
 
     @property
     def is_of_ratios(self) -> bool:
-        """Return whether importance ratios decide."""
         return self.least_ratio is not None or self.most_ratio is not None
 
     def matches_ratio(self, ratio: float | None) -> bool:
@@ -117,7 +116,6 @@ class Search:
         return [lease for lease in found if wanted.below is None or lease < wanted.below]
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
-        """Return what is wanted of each of these groups that can be read and has some."""
         read = await self._groups.read(leases)
         for lease in sorted({*leases}.difference(group[0].lease_id for group in read)):
             self._on_missing(lease)

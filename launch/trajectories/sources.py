@@ -82,16 +82,13 @@ class StoredTrajectories:
 
     @asynccontextmanager
     async def groups(self) -> AsyncIterator[Groups]:
-        """Open the stores. Raises `ConfigError` where shards are on other hosts."""
         with ExitStack() as stack:
             yield _StoredGroups(await asyncio.to_thread(stack.enter_context, stored_groups(self._run)))
 
     async def of_step(self, step: int) -> list[int]:
-        """Return the leases that a step trained on."""
         return await asyncio.to_thread(leases_of_step, self._run.ledger, step)
 
     async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
-        """Return what the files of the run say of these groups."""
         return await asyncio.to_thread(training_of, self._run, leases, await self._ended())
 
     async def _ended(self) -> str:
@@ -105,11 +102,9 @@ class StoredTrajectories:
         return await asyncio.to_thread(trained_logprobs.trajectories, self._run.path)
 
     async def decode(self) -> Decode:
-        """Return what turns token ids into text, by the run's model."""
         return await asyncio.to_thread(self._decoder) if self._decode is None else self._decode
 
     async def newest_version(self) -> int:
-        """Return the newest version that is recorded."""
         latest = await asyncio.to_thread(lambda: RunFiles(self._run.path, lenient=True).latest_step)
         return 0 if latest is None else latest.policy_version
 
@@ -158,7 +153,6 @@ class BusTrajectories:
 
     @asynccontextmanager
     async def groups(self) -> AsyncIterator[Groups]:
-        """Connect to the run's bus. Raises `ConfigError` for a bus that has no such run."""
         async with self._bus() as bus:
             yield _SentGroups(bus, await _shards(bus))
 
@@ -196,7 +190,6 @@ class BusTrajectories:
         return self._decode
 
     async def newest_version(self) -> int:
-        """Return the newest version that was published."""
         async with self._bus() as bus:
             found = await bus.get("policy", PolicyManifest)
         return 0 if found is None else found[0].policy_version

@@ -33,11 +33,9 @@ class GroupReader:
         self._opened_anew = False
 
     def close(self) -> None:
-        """Close the stores."""
         self._opened.close()
 
     def complete(self) -> list[int]:
-        """Return the leases of complete groups, ascending."""
         return sorted(lease for store in self._stores for lease in store.completed)
 
     def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
@@ -61,7 +59,6 @@ def stored_groups(run: RunDirectory) -> Iterator[GroupReader]:
 
 
 def has_stores(run: RunDirectory) -> bool:
-    """Return whether the stores of all shards are in the directory of a run."""
     if not run.exists or not run.config.exists():
         return False
     return all(path.is_dir() for path in _paths(run, recorded_config(run).replay.shards))

@@ -10,7 +10,6 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def has_tokenizer(model: Path) -> bool:
-    """Return whether a model directory has a tokenizer."""
     return any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 

@@ -68,7 +68,6 @@ class GroupTraining:
         return None if facts is None else facts.advantage
 
     def importance_ratios(self, t: Trajectory) -> ImportanceRatios | None:
-        """Return the importance ratios of a trajectory in that step, if they are known."""
         facts = self._facts(t)
         return None if facts is None else facts.ratios
 

@@ -63,7 +63,6 @@ class Verdicts:
         return any(self.found[name] for name in BROKEN)
 
     def to_json(self) -> dict[str, Json]:
-        """Return counts, and for each verdict what it concerns and why."""
         counts: dict[str, Json] = {name: len(things) for name, things in self.found.items()}
         named: dict[str, Json] = {name: dict(things) for name, things in self.found.items() if things}
         bus: dict[str, Json] = {"bus": not self.bus_silence, "bus_silence": self.bus_silence}
@@ -113,12 +112,10 @@ def compare(
 
 
 def key_of(copy: Copy) -> Key:
-    """Return the lease and the sample of a copy."""
     return copy.lease_id, copy.sample
 
 
 def name_of(copy: Copy) -> str:
-    """Return the id of a trajectory."""
     return trajectory_name(copy.lease_id, copy.sample)
 
 
@@ -210,7 +207,6 @@ def _newest_stored(evidence: Evidence) -> Counter[int]:
 
 
 def _compare_stored(evidence: Evidence, verdicts: Verdicts) -> None:
-    """Find what is stored and was not sent so."""
     sent = evidence.after.sent
     strangers = [
         (key, one) for key, many in evidence.store.stored.items() for one in many if one.copy not in sent

@@ -179,22 +179,18 @@ class BatchedDecoder:
 
     @property
     def busy(self) -> bool:
-        """Return whether `step` has anything to do."""
         return self.policy_version >= 0 and bool(self._waiting or len(self._rows))
 
     @property
     def running(self) -> int:
-        """Return the number of requests being decoded."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that have no slot yet."""
         return len(self._waiting)
 
     @property
     def sees(self) -> bool:
-        """Return whether it can be shown images."""
         return self._vision is not None
 
     def check(self, request: GenerationRequest) -> None:
@@ -221,7 +217,6 @@ class BatchedDecoder:
 
     @property
     def sampled_held(self) -> int:
-        """Return the number of sampled tokens that the cache holds."""
         return self._rows.sampled
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -244,7 +239,6 @@ class BatchedDecoder:
         return []
 
     def interrupted(self) -> Finished:
-        """Return all requests that are here, each with its tokens so far."""
         rows = [(request, self._generation(row, "abort")) for row, request in enumerate(self._rows.requests)]
         return [*rows, *((request, NOTHING) for request in self._waiting)]
 
@@ -491,7 +485,6 @@ class DecodeMasks:
 
     @property
     def have_windows(self) -> bool:
-        """Return whether some layers see a window alone."""
         return self._window is not None
 
     def of(self, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:

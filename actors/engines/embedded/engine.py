@@ -132,22 +132,18 @@ class EmbeddedEngine:
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the weights in use, -1 before the first."""
         return self._decoder.policy_version
 
     @property
     def running(self) -> int:
-        """Return the number of requests being decoded."""
         return self._decoder.running
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests accepted but not yet decoded."""
         return max(0, len(self._generations) - self._decoder.running)
 
     @property
     def longest_context(self) -> int:
-        """Return the most tokens of a prompt and its answer together."""
         return self._decoder.context_length
 
     @property
@@ -160,7 +156,6 @@ class EmbeddedEngine:
 
     @property
     def tokens_generated(self) -> int:
-        """Return the number of tokens sampled since the start."""
         return self._decoder.tokens_generated
 
     async def start(self) -> None:
@@ -208,7 +203,6 @@ class EmbeddedEngine:
         await self._obeyed(self._release)
 
     async def resume(self) -> None:
-        """Decode again."""
         await self._obeyed(self._resume)
 
     async def check_health(self) -> None:

@@ -102,7 +102,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.values[first : first + count, :, :length] = values[sources]
 
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
-        """Copy slots onto others, up to `length` positions."""
         self.keys[targets, :, :length] = self.keys[sources, :, :length]
         self.values[targets, :, :length] = self.values[sources, :, :length]
 
@@ -141,7 +140,6 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.fill(first, source, sources)
 
     def move(self, targets: np.ndarray, sources: np.ndarray, length: int) -> None:
-        """Copy slots onto others, up to `length` positions."""
         for layer in self.layers:
             layer.move(torch.from_numpy(targets), torch.from_numpy(sources), length)
 
@@ -186,12 +184,10 @@ class Rows:
 
     @property
     def sampled(self) -> int:
-        """Return the number of sampled tokens in all rows."""
         rows = self._rows
         return int((rows["length"] - rows["prompt"]).sum())
 
     def controls(self, first: int) -> Controls:
-        """Return the sampling settings of the rows from `first` on."""
         rows = self._rows[first:]
         names = "temperature", "top_p", "top_k", "min_p", "keep_masks"
         return Controls(**{name: rows[name].copy() for name in names})

@@ -50,7 +50,6 @@ def build_engine(
 
 
 def embedded_engine(config: EmbeddedEngineConfig, model: Path, place: EnginePlace) -> Engine:
-    """Return an engine of transformers in this process."""
     with no_collections():
         from actors.engines.embedded.engine import EmbeddedEngine
 

@@ -46,13 +46,11 @@ class CacheUse:
         return kv is None or kv.used + self._need(pending) <= self._hard_share * kv.capacity
 
     def add(self, pending: PendingRequest) -> None:
-        """Note that a request goes to the engine."""
         need = self._held[pending] = self._need(pending)
         self._held_tokens += need
         self._sent_since += need
 
     def remove(self, pending: PendingRequest) -> None:
-        """Note that a request has ended here."""
         self._held_tokens -= self._held.pop(pending, 0)
         if pending.pieces:
             sampled = len(pending.pieces[-1].token_ids)

@@ -88,7 +88,6 @@ class DeviceSharing:
             await set_within(self._news, BEAT_S)
 
     async def _wanted(self) -> DeviceHold | None:
-        """Return the learner's hold of this host's devices, if there is one."""
         try:
             found = await self._bus.get(HOLD_KEY, DeviceHold)
         except BusError as error:

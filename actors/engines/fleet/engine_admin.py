@@ -71,7 +71,6 @@ class EngineAdmin:
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`."""
         serving = await self._bus.serve(subject_of(self._bus, self._actor), EngineChange, self._change)
         await stop.wait()
         await serving.unsubscribe()

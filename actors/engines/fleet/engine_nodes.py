@@ -36,7 +36,6 @@ class NodeRecords:
         self._beats = {rank: Beats(LAPSE_S) for rank in range(engine.nodes)}
 
     async def say(self, engine: str, *, ended: str = "", shared_file: str = "") -> None:
-        """Set this node's own key."""
         record = EngineNode(
             process=self.process, engine=engine, host=platform.node(), ended=ended, shared_file=shared_file
         )

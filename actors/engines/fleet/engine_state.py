@@ -56,7 +56,6 @@ class HostWeights:
         return later or engine.policy_version == self.policy_version
 
     def since(self, serial: int) -> Mapping[str, "torch.Tensor"]:
-        """Return what an engine that has the update `serial` lacks."""
         return self.changed if serial == self.serial - 1 and serial > 0 else self.full
 
 

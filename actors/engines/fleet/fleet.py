@@ -113,12 +113,10 @@ class Fleet:
 
     @property
     def serves(self) -> bool:
-        """Tell whether an engine serves."""
         return any(member.state == "serving" for member in self._members.values())
 
     @property
     def running(self) -> int:
-        """Return the number of requests being decoded."""
         return sum(member.running for member in self._members.values())
 
     @property
@@ -169,7 +167,6 @@ class Fleet:
 
     @property
     def engines(self) -> dict[str, Json]:
-        """Return what each engine does, for a screen."""
         return {
             member.name: {
                 "state": member.state,
@@ -357,7 +354,6 @@ class Fleet:
             raise self._end
 
     async def _attempt(self, pending: PendingRequest) -> None:
-        """Wait for a place and have that engine go on with it."""
         if pending.faults >= self._config.attempts:
             raise EngineError(
                 f"{pending.request.request_id} failed {pending.faults} times, or its engines under it, "
@@ -380,7 +376,6 @@ class Fleet:
                 self._dispatch()
 
     async def _wait_for_place(self, pending: PendingRequest) -> None:
-        """Return when the request has a member, or was aborted."""
         self._refuse_when_ended()
         pending.place = asyncio.get_running_loop().create_future()
         insort(self._queue, pending, key=lambda waiting: waiting.number)

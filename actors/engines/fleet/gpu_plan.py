@@ -40,7 +40,6 @@ def gpu_plan(actors: ActorsConfig, policies: Mapping[str, EngineConfig] | None =
 
 
 def gpus_used(engine: EngineConfig, first_gpus: tuple[int, ...]) -> set[int]:
-    """Return all GPUs of engines that are planned for these first ones."""
     settings = engine.servers.settings
     if engine.in_process or settings.get("device") == "cpu":
         return set()

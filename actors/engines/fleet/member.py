@@ -85,12 +85,10 @@ class Member:
 
     @property
     def running(self) -> int:
-        """Return the number of requests that its engine decodes."""
         return self._life.engine.running if self._life else 0
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that wait in its engine."""
         return self._life.engine.waiting if self._life else 0
 
     @property
@@ -120,7 +118,6 @@ class Member:
 
     @property
     def tokens_generated(self) -> int:
-        """Return the number of tokens that all its engines have generated."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
 
     @property
@@ -131,24 +128,20 @@ class Member:
 
     @property
     def work_counts(self) -> WorkCounts:
-        """Return the sums over all its engines, of those that count."""
         engine = self._life.engine if self._life else None
         return self._work_before.plus(engine.work_counts if isinstance(engine, CountsWork) else WorkCounts())
 
     @property
     def has_ended(self) -> bool:
-        """Return whether no engine will serve here again."""
         return self.state in ("given up", "left")
 
     def add_request(self, pending: PendingRequest) -> None:
-        """Give a request a place."""
         self.requests.add(pending)
         self.cache_use.add(pending)
         self.served += 1
         self.occupancy.note(len(self.requests))
 
     def remove_request(self, pending: PendingRequest) -> None:
-        """Take its place from it."""
         self.requests.discard(pending)
         self.cache_use.remove(pending)
         self.occupancy.note(len(self.requests))
@@ -206,7 +199,6 @@ class Member:
             pending.errors += 1
 
     async def abort(self, request_id: str) -> None:
-        """Have the engine end a request."""
         await asyncio.sleep(0)  # a request that was asked for in this turn of the loop gets there first
         if self._life is not None and request_id in self._asked:
             try:
@@ -437,7 +429,6 @@ class Member:
                     self.fail(f"it goes on with {request.request_id} though that was cancelled")
 
     async def _take_down(self) -> None:
-        """Have the engine hand out the tokens so far, and end it."""
         life = self._life
         if life is None:
             return
@@ -488,7 +479,6 @@ class Occupancy:
         self._count = 0
 
     def note(self, count: int) -> None:
-        """Note how many requests it has from now on."""
         now_s = asyncio.get_running_loop().time()
         self._busy_s, self._request_s = self._until(now_s)
         self._since_s, self._count = now_s, count

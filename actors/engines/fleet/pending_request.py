@@ -66,7 +66,6 @@ class PendingRequest:
 
     @property
     def sampled(self) -> int:
-        """Return the number of tokens so far."""
         return sum(len(piece.token_ids) for piece in self.pieces)
 
     @property
@@ -102,7 +101,6 @@ class PendingRequest:
         return replace(next_piece(self.request, self.generation(), left), request_id=request_id)
 
     def generation(self) -> Generation:
-        """Return all pieces as one."""
         return replace(joined(self.pieces), finish_reason=self.finish_reason or "abort")
 
 

@@ -48,7 +48,6 @@ class SharedServers:
         return {place: partial(self._host, place, build) for place, build in builds.items()}
 
     def guests(self, name: str) -> "dict[str, Build]":
-        """Return what builds the engines of a further policy, one at each server."""
         return {place: self._guest(name, place) for place in self._places}
 
     def admit(self, name: str, fleet: "Fleet") -> None:

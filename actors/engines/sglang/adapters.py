@@ -105,7 +105,6 @@ class Adapters:
                 )
 
     def forget(self) -> None:
-        """Take note that the server has none of them any more, or will have none."""
         self.newest = None
         self._loaded.clear()
 

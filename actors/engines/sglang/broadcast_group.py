@@ -120,7 +120,6 @@ class LearnerGroup:
         await self.end(published)
 
     async def end(self, published: Published) -> None:
-        """Have nothing more to do with the group."""
         if self.name:
             await published.leave(self.name)
             await self._forget()

@@ -122,17 +122,14 @@ class SglangEngine:
 
     @property
     def policy_version(self) -> int:
-        """Return the version that new requests have, -1 before the first."""
         return self._own.version
 
     @property
     def tokens_generated(self) -> int:
-        """Return the number of tokens sampled since the start."""
         return self._own.tokens_generated
 
     @property
     def running(self) -> int:
-        """Return the number of requests at the server."""
         return self.in_progress.running(self._own)
 
     @property
@@ -157,7 +154,6 @@ class SglangEngine:
 
     @property
     def work_counts(self) -> WorkCounts:
-        """Return what the server says of its answers, to all policies."""
         return WorkCounts() if self._client is None else self._client.work_counts
 
     @property
@@ -167,7 +163,6 @@ class SglangEngine:
 
     @property
     def url(self) -> str:
-        """Return where the server listens now."""
         return self._connected().url
 
     async def start(self) -> None:

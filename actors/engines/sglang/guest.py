@@ -32,17 +32,14 @@ class GuestEngine:
 
     @property
     def policy_version(self) -> int:
-        """Return the version that new requests have, -1 before the first."""
         return -1 if self._policy is None else self._policy.version
 
     @property
     def running(self) -> int:
-        """Return the number of its requests at the server."""
         return 0 if self._policy is None else self._host.in_progress.running(self._policy)
 
     @property
     def waiting(self) -> int:
-        """Return the number of its requests that were not sent yet."""
         return 0 if self._policy is None else self._host.in_progress.waiting(self._policy)
 
     @property
@@ -52,7 +49,6 @@ class GuestEngine:
 
     @property
     def tokens_generated(self) -> int:
-        """Return the number of tokens sampled for it since its start."""
         return 0 if self._policy is None else self._policy.tokens_generated - self._tokens_before
 
     @property
@@ -62,7 +58,6 @@ class GuestEngine:
 
     @property
     def work_counts(self) -> WorkCounts:
-        """Return what the server says of its answers, to all policies."""
         return self._host.work_counts
 
     @property
@@ -82,7 +77,6 @@ class GuestEngine:
         log.info("policy_served_too", policy=self._name, url=self._host.url)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Continue `request` as the engine at that server does its own."""
         return await self._host.generate(request, self._here())
 
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:

@@ -120,7 +120,6 @@ class Loading:
         await asyncio.to_thread(self.held.drop, self.held.files)
 
     async def close(self) -> None:
-        """Leave the learner's group."""
         if self._published is not None:
             await self._group.end(self._published)
 

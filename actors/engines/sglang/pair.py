@@ -84,11 +84,9 @@ class Pair:
 
     @property
     def phase(self) -> str:
-        """Return what both do before they serve."""
         return " and ".join(dict.fromkeys((self.prefill.phase, self.decode.phase)))
 
     async def start(self) -> SglangClient:
-        """Start or find both."""
         return PairClient(*await together(self.prefill.start(), self.decode.start()))
 
     async def until_ready(self, client: SglangClient) -> None:
@@ -111,5 +109,4 @@ class Pair:
         return reasons[0] if reasons else ""
 
     async def kill(self) -> None:
-        """End both, unless they are not ours."""
         await together(self.prefill.kill(), self.decode.kill())

@@ -69,7 +69,6 @@ class PairClient(SglangClient):
         self._updates = 0
 
     async def close(self) -> None:
-        """Close the connections to both."""
         await self.prefill.close()
         await self.decode.close()
 
@@ -133,14 +132,12 @@ class PairClient(SglangClient):
         await _at_both(self.prefill.abort(rid), self.decode.abort(rid))
 
     async def abort_all(self) -> None:
-        """End every request at both."""
         await asyncio.sleep(0)  # as above
         for asked in self._asked.values():
             asked.ended = True
         await _at_both(self.prefill.abort_all(), self.decode.abort_all())
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Return whether both still generate."""
         return all(await together(self.prefill.healthy(timeout_s), self.decode.healthy(timeout_s)))
 
     async def pause(self, mode: Literal["in_place", "retract"]) -> None:
@@ -150,14 +147,12 @@ class PairClient(SglangClient):
         await self.decode.pause(mode)
 
     async def resume(self) -> None:
-        """Go on generating."""
         await together(self.prefill.resume(), self.decode.resume())
         self._paused = False
 
     async def load_files(
         self, directory: Path, policy_version: int, *, flush: bool, timeout_s: float
     ) -> None:
-        """Have both take the weights in a directory's safetensors files."""
         self._updates += 1
         await together(
             self.prefill.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s),
@@ -168,7 +163,6 @@ class PairClient(SglangClient):
         self, buckets: Iterable[Mapping[str, torch.Tensor]], policy_version: int, facts: ServerFacts,
         *, flush: bool, timeout_s: float,
     ) -> None:  # fmt: skip
-        """Have both take tensors from the bodies of requests."""
         assert self._prefill_facts is not None, "the engine asks for facts first"
         self._updates += 1
         parts = list(buckets)
@@ -186,7 +180,6 @@ class PairClient(SglangClient):
     async def load_changes(
         self, file: Path, policy_version: int, facts: ServerFacts, *, flush: bool, timeout_s: float
     ) -> None:
-        """Have both write in what changed."""
         assert self._prefill_facts is not None, "the engine asks for facts first"
         self._updates += 1
         given = file, policy_version
@@ -196,7 +189,6 @@ class PairClient(SglangClient):
         )
 
     async def release(self, timeout_s: float) -> None:
-        """Refused."""
         raise EngineError("the servers of a pair do not free their devices")
 
     async def checksums(self) -> dict[str, str]:

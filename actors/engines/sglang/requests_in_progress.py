@@ -51,7 +51,6 @@ class RequestInProgress:
     failure: str = ""
 
     async def admitted(self, serving: asyncio.Event) -> None:
-        """Wait until the server serves, or the request is aborted."""
         while not serving.is_set() and not self.aborted.is_set():
             await unless(self.aborted, serving.wait())
 
@@ -97,14 +96,12 @@ class RequestsInProgress:
         return iter(self._in_progress.values())
 
     def running(self, policy: "ServedPolicy") -> int:
-        """Return the number of requests for a policy at the server."""
         return self._by_policy()[policy]
 
     def _by_policy(self) -> "Counter[ServedPolicy]":
         return Counter(flight.policy for flight in self if flight.sent is not None)
 
     def waiting(self, policy: "ServedPolicy") -> int:
-        """Return the number of requests for a policy that were not sent yet."""
         return sum(flight.sent is None for flight in self if flight.policy is policy)
 
     def of_others(self, policy: "ServedPolicy") -> int:

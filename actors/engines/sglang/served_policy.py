@@ -38,7 +38,6 @@ class ServedPolicy:
         return f"{self.mark}.{version}.{self.loads}"
 
     def taken(self, version: int) -> None:
-        """Note the version that the server has from now on."""
         self.version = version
         self.loads += 1
 
@@ -69,11 +68,9 @@ class ServedPolicies:
         return self._further.get(name)
 
     def add(self, name: str, adapters: Adapters) -> ServedPolicy:
-        """Serve a further policy too."""
         return self._further.setdefault(name, ServedPolicy(adapters))
 
     def shut(self) -> None:
-        """Let no request through."""
         for policy in self:
             policy.serving.clear()
 
@@ -83,6 +80,5 @@ class ServedPolicies:
             policy.open()
 
     def end(self) -> None:
-        """Have all that wait hear of the end of the server."""
         for policy in self:
             policy.serving.set()

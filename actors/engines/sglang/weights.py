@@ -67,7 +67,6 @@ class HeldWeights:
 
     @property
     def tensors(self) -> State:
-        """Return all of them."""
         return self._tensors
 
     def has(self, state: State) -> bool:
@@ -144,7 +143,6 @@ class HeldWeights:
         self.policy_version = -1
 
     def close(self) -> None:
-        """Remove the files."""
         self._tensors.clear()
         shutil.rmtree(self._root, ignore_errors=True)
         self._lock.close()

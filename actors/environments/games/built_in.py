@@ -27,7 +27,6 @@ class GuessNumberPlay:
         return cls(str(task.messages[-1]["content"]), int(task.label), guesses)
 
     def observation(self) -> str:
-        """Return the prompt, or what the guess before was."""
         return self._told
 
     def act(self, action: str) -> bool:
@@ -43,7 +42,6 @@ class GuessNumberPlay:
         return self._won or not self._left
 
     def rewards(self) -> Sequence[float]:
-        """Return whether the number was found."""
         return (float(self._won),)
 
     def close(self) -> None:

@@ -254,5 +254,4 @@ class GameEnvironment:
 
 
 def agent_of(side: int, players: int) -> str:
-    """Return the name of a side in trajectories."""
     return "player" if players == 1 else f"player-{side + 1}"

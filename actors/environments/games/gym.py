@@ -66,11 +66,9 @@ class GymnasiumPlay:
         return bool(terminated or truncated)
 
     def rewards(self) -> Sequence[float]:
-        """Return the sum so far."""
         return (self._total,)
 
     def close(self) -> None:
-        """Close the environment."""
         self._env.close()
 
     def _number(self, action: str) -> int | None:

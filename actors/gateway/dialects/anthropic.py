@@ -306,7 +306,6 @@ def _events(ask: Ask, reply: Reply) -> Iterator[bytes]:
 
 
 def _pieces(block: Shown) -> tuple[Shown, list[Shown]]:
-    """Return a block as it begins, and what is then added to it."""
     match block["type"]:
         case "tool_use":
             arguments: Shown = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}

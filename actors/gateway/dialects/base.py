@@ -120,6 +120,5 @@ def arguments_of(call: ToolCall) -> Shown:
 
 
 def data_event(content: Mapping[str, JSON], name: str | None = None) -> bytes:
-    """Return one server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content)}\n\n".encode()

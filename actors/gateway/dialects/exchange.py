@@ -78,5 +78,4 @@ class Reply:
 
     @property
     def all(self) -> tuple["Reply", ...]:
-        """Return all answers, this one first."""
         return (self, *self.further)

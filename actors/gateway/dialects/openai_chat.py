@@ -181,7 +181,6 @@ def demanded(choice: JsonValue) -> tuple[str, ...] | None:
 
 
 def declared(tool: _Tool) -> Tool:
-    """Return a tool as templates take it."""
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
 
 
@@ -274,7 +273,6 @@ def _usage(reply: Reply) -> Shown:
 
 
 def error(refusal: RefusedError) -> Shown:
-    """Return a refusal in OpenAI's shape."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
 

@@ -96,7 +96,6 @@ def _described(tool: DeclaredTool) -> Iterator[str]:
 
 
 def custom_call(call_id: str, name: str, text: str) -> ToolCall:
-    """Return the call of a custom tool as the policy wrote it."""
     return ToolCall(call_id, name, json.dumps({INPUT: text}))
 
 
@@ -193,7 +192,6 @@ class _Kept:
     """Size of all of the conversation's items."""
 
     def backwards(self) -> Iterator["_Kept"]:
-        """Yield the parts of the conversation, the newest first."""
         part: _Kept | None = self
         while part is not None:
             yield part
@@ -261,7 +259,6 @@ class KeptResponses:
         """The conversation that was kept last, and what it comes to."""
 
     def begin(self, raw: bytes) -> str:
-        """Begin a conversation with the items of a body, and return its id."""
         name, items = f"conv_{secrets.token_hex(12)}", parsed(_Begun, raw or b"{}").items or []
         self._put(_following(None, items), _History().followed_by(items), name)
         return name

@@ -51,7 +51,6 @@ class MathAnswer:
         return bool(await verified(same, found, control=wanted, lowest=0.0, where=where))
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._verifiers.close()
 
 

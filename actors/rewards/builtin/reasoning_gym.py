@@ -42,7 +42,6 @@ class ReasoningGym:
         )
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._verifiers.close()
 
 

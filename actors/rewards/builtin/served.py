@@ -40,12 +40,10 @@ class Remote:
         return LATER if reply.status == ACCEPTED else _result(reply.body)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
 
 def request_body(answer: Answer) -> dict[str, JSON]:
-    """Return what the server is told of an answer."""
     return {
         "task_id": answer.task_id,
         "prompt": list(answer.messages),
@@ -110,7 +108,6 @@ class RewardModel:
             raise RewardError(f"{what} took longer than {timeout_s:g} s") from error
 
     async def close(self) -> None:
-        """End the thread when its work is done."""
         self._thread.shutdown(wait=False)
 
 
@@ -215,7 +212,6 @@ class Judge:
         return score if self._config.lowest <= score <= self._config.highest else None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
 

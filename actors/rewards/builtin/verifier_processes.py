@@ -78,7 +78,6 @@ class VerifierProcesses:
         return self._pool
 
     async def close(self) -> None:
-        """Kill the processes."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
             pool.stop()

@@ -255,7 +255,6 @@ class RemoteObject:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        """Have the program call it."""
         return self._link.ask("call", self, list(arguments), named)
 
     def __getattr__(self, name: str) -> Any:
@@ -343,7 +342,6 @@ class RunningTests:
         self._run(self._given["setup"])
 
     def passes(self, number: int) -> bool:
-        """Return whether a test passes."""
         statements = self._given["statements"]
         if number < len(statements):
             self._run(statements[number])

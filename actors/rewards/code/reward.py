@@ -68,7 +68,6 @@ class CodeTests:
         return found if self._config.credit == "share" else float(found == 1)
 
     async def close(self) -> None:
-        """End the sandbox's process."""
         await self._sandbox.close()
 
     async def _passed(self, program: str, tests: GivenTests) -> int:

@@ -52,7 +52,6 @@ class AnswerScoring:
 
     @property
     def times(self) -> tuple[CallTimes, ...]:
-        """Return how long the calls of its rewards take."""
         return (*self.scorer.times, *(self.group_scorer.times if self.group_scorer else ()))
 
     async def episode(
@@ -99,7 +98,6 @@ class AnswerScoring:
         }
 
     async def close(self) -> None:
-        """Give up the rewards' connections and processes."""
         await self.scorer.close()
 
     def _refuse_unless_late_is_possible(self, answer: Answer) -> None:

@@ -22,7 +22,6 @@ class CallTimes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what runs inside as one call."""
         call, began = object(), self._clock()
         self._began[call] = began
         try:
@@ -33,7 +32,6 @@ class CallTimes:
 
     @property
     def running(self) -> int:
-        """Return the number of calls under way."""
         return len(self._began)
 
     @property
@@ -43,7 +41,6 @@ class CallTimes:
 
     @property
     def took_s(self) -> tuple[float, ...]:
-        """Return how long each of the latest calls took that have ended."""
         return tuple(self._took)
 
 

@@ -25,7 +25,6 @@ before they look at the answer."""
 
 
 def chosen_reward(prompt: Prompt, config: RewardConfig) -> str:
-    """Return the name of the reward that scores a prompt's answers."""
     return str(prompt.metadata.get(CHOICE, config.reward))
 
 
@@ -46,5 +45,4 @@ def refused_reward(prompt: Prompt, config: RewardConfig) -> str | None:
 
 
 def answer_of_nobody(prompt: Prompt, text: str, *, task_id: str) -> Answer:
-    """Return an answer to a prompt that no policy gave."""
     return answer_to(Task.of(prompt, task_id), text, "stop", token_count=0)

@@ -101,7 +101,6 @@ def _with_traceback(error: BaseException) -> str:
 
 
 async def _told_by_another_process(call: SampleCall) -> str:
-    """Return what `failure` tells in a process of its own, or how that ended."""
     calls = 3 if call.config.group_reward is not None else 2
     limit_s = LOADING_S + calls * call.config.reward_timeout_s
     try:

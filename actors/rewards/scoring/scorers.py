@@ -70,7 +70,6 @@ class Scorer:
 
     @property
     def times(self) -> tuple[CallTimes, ...]:
-        """Return how long its calls take."""
         return (self._calls.times,)
 
     async def score(self, answer: Answer) -> float | Late:
@@ -111,7 +110,6 @@ class Scorer:
         )
 
     async def close(self) -> None:
-        """Give up the reward's connections and processes."""
         if isinstance(self._reward, Closable):
             await self._reward.close()
 
@@ -157,7 +155,6 @@ class RewardChoice:
 
     @property
     def times(self) -> tuple[CallTimes, ...]:
-        """Return how long the calls of each reward take."""
         return tuple(times for scorer in self._scorers.values() for times in scorer.times)
 
     async def scored(self, answer: Answer) -> Scored | Late:
@@ -168,7 +165,6 @@ class RewardChoice:
         return await self._scorers[str(chosen)].scored(answer)
 
     async def close(self) -> None:
-        """Give up the connections and processes of all rewards."""
         for scorer in self._scorers.values():
             await scorer.close()
 
@@ -219,7 +215,6 @@ class GroupScorer:
 
     @property
     def times(self) -> tuple[CallTimes, ...]:
-        """Return how long its calls take."""
         return (self._calls.times,)
 
     async def scored(self, answers: Sequence[Answer]) -> list[Scored]:

@@ -69,7 +69,6 @@ class Policy:
 
 
 def post(url: str, body: Any, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Post JSON, and return the JSON of the answer."""
     given = {"Content-Type": "application/json", **(headers or {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), given)
     with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
@@ -78,7 +77,6 @@ def post(url: str, body: Any, headers: Mapping[str, str] | None = None) -> dict[
 
 
 def opened(adapter: str, name: str, settings: str) -> Source:
-    """Load the adapter's file, and open what it adapts."""
     spec = importlib.util.spec_from_file_location("sluice_adapter", adapter)
     assert spec is not None
     assert spec.loader is not None
@@ -109,7 +107,6 @@ def _plain(value: Any) -> Any:
 
 
 def play_tasks(source: Source, tasks_url: str) -> None:
-    """Take one task after the other, and play it."""
     while True:
         try:
             task = post(tasks_url, {"wait_s": WAIT_S})
@@ -146,7 +143,6 @@ def _keep_secrets() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do what the command line says."""
     adapter, name, settings, what, *more = arguments
     if what == "rows":
         training, heldout, directory = more

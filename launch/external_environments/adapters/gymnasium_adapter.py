@@ -33,7 +33,6 @@ class Steps:
         return gymnasium.make(self._name, **self._settings)
 
     def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
-        """Return a seed for each row."""
         return self._seeds(0, training), self._seeds(HELDOUT_SEED, heldout)
 
     def _seeds(self, first: int, count: int) -> Iterator[Mapping[str, Any]]:

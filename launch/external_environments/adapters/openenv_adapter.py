@@ -149,7 +149,6 @@ def _call(function: Mapping[str, str], names: set[str]) -> dict[str, Any] | str:
 
 
 def _result(observation: Mapping[str, Any]) -> str:
-    """Return what a tool answered, or its error, as text."""
     if (error := observation.get("error")) is not None:
         return f"error: {error.get('message', error)}"
     result = observation.get("result")

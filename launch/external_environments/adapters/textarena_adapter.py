@@ -45,7 +45,6 @@ class Games:
         return self._name if self._name.endswith("-raw") else f"{self._name}-raw"
 
     def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
-        """Return a seed for each row."""
         return self._seeds(0, training), self._seeds(HELDOUT_SEED, heldout)
 
     def _seeds(self, first: int, count: int) -> Iterator[Mapping[str, Any]]:

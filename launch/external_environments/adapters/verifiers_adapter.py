@@ -40,7 +40,6 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def result(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Return what `work` returns, from any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
@@ -52,7 +51,6 @@ class Loaded:
         self._loop = Loop()
 
     def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
-        """Return rows of its data set, and of that which it evaluates with."""
         environment = self._environment
         if getattr(environment, "eval_dataset", None) is None:
             return _split(environment.get_dataset(), training, heldout, self._row)
@@ -64,7 +62,6 @@ class Loaded:
         return {"prompt": entry["prompt"], "label": label, "entry": dict(entry)}
 
     def play(self, entry: Mapping[str, Any], policy: Policy) -> Mapping[str, Any]:
-        """Have the environment lead and score an episode."""
         from verifiers.types import ClientConfig
 
         client = ClientConfig(api_base_url=policy.openai_base_url, api_key_var=KEY_VARIABLE, max_retries=0)
@@ -110,7 +107,6 @@ class Tasks:
         self._starting = threading.Lock()
 
     def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
-        """Return its tasks in order."""
         return _split(self._environment.taskset, training, heldout, self._row)
 
     def _row(self, task: Any) -> Mapping[str, Any]:
@@ -118,7 +114,6 @@ class Tasks:
         return {"prompt": task.data.prompt_text or str(data.get("name") or data["idx"]), "entry": data}
 
     def play(self, entry: Mapping[str, Any], policy: Policy) -> Mapping[str, Any]:
-        """Have the environment lead and score an episode."""
         with self._starting:
             if self._serving is None:
                 self._serving = self._loop.result(self._served())

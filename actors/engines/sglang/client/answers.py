@@ -254,7 +254,6 @@ class Streamed:
 
     @property
     def complete(self) -> bool:
-        """Return whether the server has said how it ended."""
         return bool(self._meta.get("finish_reason"))
 
     @property
@@ -264,7 +263,6 @@ class Streamed:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Return what the server said last of the request."""
         return self._meta
 
     def add(self, chunk: Mapping[str, Any]) -> None:

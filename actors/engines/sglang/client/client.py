@@ -98,7 +98,6 @@ class SglangClient:
         return cls(url, *(aiohttp.ClientSession(connector=one, trust_env=False) for one in connectors))
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._session.close()
         await self._generating.close()
 
@@ -180,7 +179,6 @@ class SglangClient:
         return read_prompt_logprobs(answer, request)
 
     async def loads(self, *, timeout_s: float) -> Json:
-        """Return what the server says of its load."""
         return await self._call("GET", "/v1/loads", timeout_s=timeout_s)
 
     async def abort(self, rid: str) -> None:
@@ -188,7 +186,6 @@ class SglangClient:
         await self._call("POST", "/abort_request", {"rid": rid, "abort_all": False})
 
     async def abort_all(self) -> None:
-        """End every request at the server."""
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def healthy(self, timeout_s: float) -> bool:
@@ -204,7 +201,6 @@ class SglangClient:
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on generating."""
         await self._call("POST", "/continue_generation", {})
 
     async def load_files(
@@ -317,7 +313,6 @@ class SglangClient:
         await self._update("/init_weights_update_group", body, timeout_s)
 
     async def leave_group(self, name: str) -> None:
-        """Forget a group."""
         await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
 
     async def expect(self, offer: Sequence[OfferedBucket], facts: ServerFacts, timeout_s: float) -> None:
@@ -362,7 +357,6 @@ class SglangClient:
         await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
     async def weight_version(self) -> str:
-        """Return the version that the server says its weights are."""
         return str((await self._call("GET", "/model_info")).get("weight_version", ""))
 
     async def checksums(self) -> dict[str, str]:

@@ -13,13 +13,11 @@ Json = dict[str, Any]
 
 
 def probe_body() -> Json:
-    """Return what asks for one token."""
     probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
     return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
 
 
 def score_request(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> GenerationRequest:
-    """Return what asks for the log-probs of given tokens."""
     sampling = Sampling(temperature=0.0, max_new_tokens=1)
     return GenerationRequest("score", tuple(token_ids), sampling, images=tuple(images))
 

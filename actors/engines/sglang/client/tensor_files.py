@@ -32,7 +32,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(state: State) -> int:
-    """Return the size of all tensors in bytes."""
     return sum(tensor.nbytes for tensor in state.values())
 
 

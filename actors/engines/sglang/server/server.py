@@ -56,7 +56,6 @@ FAILED_LOOKS = 2
 
 
 def group_members(group: int) -> list[int]:
-    """Return the processes of a process group that have not ended."""
     return [process.pid for process in psutil.process_iter() if _is_member(process, group)]
 
 
@@ -114,11 +113,9 @@ class ServerProcess:
 
     @property
     def ended(self) -> bool:
-        """Return whether its first process has ended, without which it does not serve."""
         return self._process.returncode is not None
 
     async def wait(self) -> None:
-        """Return when it has ended."""
         await self._process.wait()
 
     async def keep_log_short(self) -> None:
@@ -150,13 +147,11 @@ class ServerProcess:
 
     @property
     def ending(self) -> str:
-        """Describe how it ended."""
         status = self._process.returncode
         assert status is not None, "it has ended"
         return self._memory_kills.ending(status, "lower mem_fraction_static in actors.engine.server")
 
     def tail(self) -> str:
-        """Return the last lines that it wrote."""
         return "\n".join(self._tail()[-TAIL_LINES:])
 
     def phase(self) -> str:
@@ -231,7 +226,6 @@ class OwnServer:
         raise failure
 
     async def ended(self, *, within_s: float) -> str:
-        """Return why its process ended, as soon as it has."""
         process = self.process
         assert process is not None, "it is started first"
         try:
@@ -243,7 +237,6 @@ class OwnServer:
         return f"it ended with {process.ending}: see {self._log_file}"
 
     async def kill(self) -> None:
-        """End all of its processes."""
         if self.process is not None:
             await self.process.kill()
 
@@ -256,7 +249,6 @@ class AttachedServer:
         self._config = config
 
     async def start(self) -> SglangClient:
-        """Say how to reach it."""
         assert self._config.url is not None, "the engine makes one for a URL only"
         return SglangClient.connect(self._config.url)
 
@@ -309,11 +301,9 @@ class HealthChecks:
         self._doubted = asyncio.Event()
 
     def doubt(self) -> None:
-        """Have it looked at now."""
         self._doubted.set()
 
     async def until_it_fails(self) -> str:
-        """Return why it serves no more, once that is so."""
         failed = 0
         while failed < FAILED_LOOKS:
             if reason := await self._ended_or_doubted():
