@@ -28,6 +28,10 @@ REQUEST_TIMEOUT_S = 7200.0
 WAIT_S = 30.0
 REASON_CHARACTERS = 2000
 PR_SET_DUMPABLE = 4
+HELDOUT_SEED = 1 << 20
+"""Seed of the first held-out task; those to train on count from 0."""
+Rows = Sequence[Iterable[Mapping[str, Any]]]
+"""Rows to train on and rows to measure with."""
 
 
 class ChatEndedError(Exception):
@@ -37,7 +41,7 @@ class ChatEndedError(Exception):
 class Source(Protocol):
     """An environment with its tasks."""
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterable[Mapping[str, Any]]]:
+    def rows(self, training: int, heldout: int) -> Rows:
         """Return rows to train on and rows to measure with."""
 
     def play(self, entry: Any, policy: "Policy") -> Mapping[str, Any]:
@@ -51,6 +55,7 @@ class Policy:
         self.openai_base_url = str(task["openai_base_url"])
         """Where a client of OpenAI's API reaches it; the address tells the episode."""
         self.key = str(task["session"])
+        self._has_answered = False
 
     def ask(self, path: str, body: Mapping[str, Any], agent: str | None = None) -> dict[str, Any]:
         """Return what OpenAI's API answers at `path`. Raises `ChatEndedError` where the policy refuses."""
@@ -66,6 +71,30 @@ class Policy:
         answer = self.ask("/chat/completions", {"messages": messages, **more}, agent)
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
+
+    def answered(self, messages: list[Any], agent: str | None = None, **more: Any) -> dict[str, Any] | None:
+        """Return the policy's answer, which joins the messages; None where it gives none after its first."""
+        try:
+            answer = self.chat(messages, agent, **more)
+        except ChatEndedError:
+            if not self._has_answered:
+                raise
+            return None
+        self._has_answered = True
+        messages.append(answer)
+        return answer
+
+
+def seeded(name: str, training: int, heldout: int) -> Rows:
+    """Return rows of an environment whose tasks are seeds."""
+    parts = range(training), range(HELDOUT_SEED, HELDOUT_SEED + heldout)
+    return [({"prompt": f"{name}, seed {seed}", "entry": {"seed": seed}} for seed in part) for part in parts]
+
+
+def divided(rows: Sequence[Mapping[str, Any]], heldout: int) -> Rows:
+    """Return the rows of one data set by their use: the first ones are held out, a tenth at most."""
+    held = min(heldout, max(1, len(rows) // 10))
+    return rows[held:], rows[:held]
 
 
 def post(url: str, body: Any, headers: Mapping[str, str] | None = None) -> dict[str, Any]:

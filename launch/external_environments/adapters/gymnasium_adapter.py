@@ -1,14 +1,11 @@
 """Environments of gymnasium with numbered actions, or with texts: the policy writes what it does."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
-from adapter_process import ChatEndedError, Policy
-
-HELDOUT_SEED = 1 << 20
-"""Seed of the first held-out task; those to train on count from 0."""
+from adapter_process import Policy, Rows, seeded
 
 
 class Steps:
@@ -32,12 +29,8 @@ class Steps:
     def _made(self) -> Any:
         return gymnasium.make(self._name, **self._settings)
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
-        return self._seeds(0, training), self._seeds(HELDOUT_SEED, heldout)
-
-    def _seeds(self, first: int, count: int) -> Iterator[Mapping[str, Any]]:
-        for seed in range(first, first + count):
-            yield {"prompt": f"{self._name}, seed {seed}", "entry": {"seed": seed}}
+    def rows(self, training: int, heldout: int) -> Rows:
+        return seeded(self._name, training, heldout)
 
     def play(self, entry: Mapping[str, int], policy: Policy) -> Mapping[str, Any]:
         """Play until the episode, the turns or the chat end; what names no action ends it, too."""
@@ -52,11 +45,7 @@ class Steps:
         messages: list[Any] = [{"role": "user", "content": f"{self._about}\n{self._rules}\n{seen}"}]
         parts = {"steps": 0.0, "invalid": 0.0}
         for _ in range(self._max_turns):
-            try:
-                answer = policy.chat(messages)
-            except ChatEndedError:
-                if len(messages) == 1:
-                    raise
+            if (answer := policy.answered(messages)) is None:
                 break
             action = self._action(answer["content"] or "")
             if action is None:
@@ -66,7 +55,7 @@ class Steps:
             parts["steps"] += float(reward)
             if terminated or truncated:
                 break
-            messages += [answer, {"role": "user", "content": str(seen)}]
+            messages.append({"role": "user", "content": str(seen)})
         return {"reward": sum(parts.values()), "components": parts}
 
     @property

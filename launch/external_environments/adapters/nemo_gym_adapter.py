@@ -3,13 +3,13 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from http.cookiejar import CookieJar
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from adapter_process import ChatEndedError, Policy
+from adapter_process import ChatEndedError, Policy, Rows, divided
 
 
 class Resources:
@@ -23,14 +23,13 @@ class Resources:
         if settings:
             raise TypeError(f"nemo_gym: no settings {', '.join(settings)}: data, max_turns, timeout_s")
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
+    def rows(self, training: int, heldout: int) -> Rows:
         """Return the rows of the file; the first tenth of what is taken is held out."""
         if not self._data.is_file():
             raise FileNotFoundError(f"nemo_gym: the setting data names {str(self._data)!r}, which is no file")
         with self._data.open() as lines:
             found = [self._row(json.loads(one)) for one in islice(lines, training + heldout) if one.strip()]
-        held = min(heldout, max(1, len(found) // 10))
-        return iter(found[held:]), iter(found[:held])
+        return divided(found, heldout)
 
     def _row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         asked = row["responses_create_params"]["input"]

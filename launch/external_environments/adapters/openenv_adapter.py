@@ -5,11 +5,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from adapter_process import ChatEndedError, Policy
+from adapter_process import Policy, Rows, seeded
 from openenv.core.generic_client import GenericEnvClient
 
-HELDOUT_SEED = 1 << 20
-"""Seed of the first held-out task; those to train on count from 0."""
 OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 """Names of the actions of servers whose environments offer tools (MCP)."""
 
@@ -32,18 +30,15 @@ class Server:
         is_text = len(required) == 1 and properties[required[0]].get("type") == "string"
         self._text_field = required[0] if is_text else None
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
+    def rows(self, training: int, heldout: int) -> Rows:
         """Return a seed for each row, or the setting `resets`, of which a tenth is held out."""
         if self._resets is None:
-            seeds = range(training), range(HELDOUT_SEED, HELDOUT_SEED + heldout)
-            found: Any = tuple([{"seed": seed} for seed in part] for part in seeds)
-        else:
-            held = max(1, len(self._resets) // 10)
-            found = self._resets[held:], self._resets[:held]
-        return tuple(
-            ({"prompt": f"{self._url}: {json.dumps(reset)}", "entry": reset} for reset in part)
-            for part in found
-        )
+            return seeded(self._url, training, heldout)
+        held = max(1, len(self._resets) // 10)
+        return [
+            [{"prompt": f"{self._url}: {json.dumps(reset)}", "entry": reset} for reset in part]
+            for part in (self._resets[held:], self._resets[:held])
+        ]
 
     def play(self, entry: Mapping[str, Any], policy: Policy) -> Mapping[str, Any]:
         """Play until the environment is done, the turns end or the chat does; a wrong action ends it, too."""
@@ -63,7 +58,7 @@ class Server:
         is_done = False
         while not is_done:
             messages.append({"role": "user", "content": self._told(seen, first=not messages)})
-            answer = _answered(policy, messages)
+            answer = policy.answered(messages)
             if answer is None:
                 return
             action = self._action(answer["content"] or "")
@@ -90,7 +85,7 @@ class Server:
         ]
         names = {tool["name"] for tool in listed}
         messages: list[Any] = [{"role": "user", "content": self._told(seen, first=False)}]
-        while calls := (_answered(policy, messages, tools=tools) or {}).get("tool_calls"):
+        while calls := (policy.answered(messages, tools=tools) or {}).get("tool_calls"):
             for call in calls:
                 action = _call(call["function"], names)
                 said = action
@@ -122,18 +117,6 @@ class Server:
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
-
-
-def _answered(policy: Policy, messages: list[Any], **more: Any) -> dict[str, Any] | None:
-    """Return the policy's answer, which joins the messages; None where it gives none after its first."""
-    try:
-        answer: dict[str, Any] = policy.chat(messages, **more)
-    except ChatEndedError:
-        if len(messages) == 1:
-            raise
-        return None
-    messages.append(answer)
-    return answer
 
 
 def _call(function: Mapping[str, str], names: set[str]) -> dict[str, Any] | str:

@@ -1,14 +1,12 @@
 """Games of textarena. The policy has every side, each in a chat of its own."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import textarena
-from adapter_process import ChatEndedError, Policy
+from adapter_process import Policy, Rows, seeded
 
-HELDOUT_SEED = 1 << 20
-"""Seed of the first held-out task; those to train on count from 0."""
 MOST_PLAYERS = 15
 """Most players with which a game is tried whose number is not given."""
 _RESETTING = threading.Lock()
@@ -44,12 +42,8 @@ class Games:
         """Return the name without wrappers, which would repeat the whole game in each observation."""
         return self._name if self._name.endswith("-raw") else f"{self._name}-raw"
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
-        return self._seeds(0, training), self._seeds(HELDOUT_SEED, heldout)
-
-    def _seeds(self, first: int, count: int) -> Iterator[Mapping[str, Any]]:
-        for seed in range(first, first + count):
-            yield {"prompt": f"{self._name}, seed {seed}", "entry": {"seed": seed}}
+    def rows(self, training: int, heldout: int) -> Rows:
+        return seeded(self._name, training, heldout)
 
     def play(self, entry: Mapping[str, int], policy: Policy) -> Mapping[str, Any]:
         """Play until the game, the turns or a chat end; a side that wins nothing has 0."""
@@ -58,14 +52,8 @@ class Games:
         for _ in range(self._max_turns):
             side, seen = game.get_observation()
             chats[side].append({"role": "user", "content": _told(side, seen)})
-            try:
-                answer = policy.chat(chats[side], self._agent(side))
-            except ChatEndedError:
-                if not any(len(chat) > 1 for chat in chats.values()):
-                    raise
-                break
-            chats[side].append(answer)
-            if game.step(answer["content"] or "")[0]:
+            answer = policy.answered(chats[side], self._agent(side))
+            if answer is None or game.step(answer["content"] or "")[0]:
                 break
         given = game.state.rewards or {}
         rewards = {self._agent(side): float(given.get(side, 0.0)) for side in chats}

@@ -10,11 +10,11 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from adapter_process import Policy
+from adapter_process import Policy, Rows, divided
 
 KEY_VARIABLE = "SLUICE_SESSION"
 """Environment variable that clients read their key from. The address of an episode tells it already."""
@@ -22,14 +22,8 @@ HARNESS = "sluice_adapter"
 """Name under which this file is imported, by which verifiers finds the harness below."""
 
 
-def _split(
-    rows: Iterable[Any], training: int, heldout: int, row: Callable[[Any], Mapping[str, Any]]
-) -> Sequence[Iterator[Mapping[str, Any]]]:
-    """Return the rows of one data set to train on and to measure with: the first ones are held out, a tenth
-    at most where there are few."""
-    found = [row(one) for one in itertools.islice(rows, training + heldout)]
-    held = min(heldout, max(1, len(found) // 10))
-    return iter(found[held:]), iter(found[:held])
+def _split(rows: Iterable[Any], training: int, heldout: int, row: Callable[[Any], Mapping[str, Any]]) -> Rows:
+    return divided([row(one) for one in itertools.islice(rows, training + heldout)], heldout)
 
 
 class Loop:
@@ -50,7 +44,7 @@ class Loaded:
         self._environment = module.load_environment(**settings)
         self._loop = Loop()
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
+    def rows(self, training: int, heldout: int) -> Rows:
         environment = self._environment
         if getattr(environment, "eval_dataset", None) is None:
             return _split(environment.get_dataset(), training, heldout, self._row)
@@ -106,7 +100,7 @@ class Tasks:
         self._serving: AsyncExitStack | None = None
         self._starting = threading.Lock()
 
-    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
+    def rows(self, training: int, heldout: int) -> Rows:
         return _split(self._environment.taskset, training, heldout, self._row)
 
     def _row(self, task: Any) -> Mapping[str, Any]:
