@@ -47,9 +47,8 @@ BoolArray = Annotated[NDArray[np.bool_], Dtype("|b1")]
 
 
 class Message:
-    """Base class of all messages. A subclass is a frozen dataclass with a `tag` and a `version`.
-
-    A new field with a default needs no new version; a changed meaning or type does."""
+    """Base class of all messages. A subclass is a frozen dataclass with a `tag` and a `version`. A new field
+    with a default needs no new version; a changed meaning or type does."""
 
     __slots__ = ()
     tag: ClassVar[str] = ""
@@ -84,9 +83,8 @@ tuple because each trajectory has more than fourteen fields and unpacking a tupl
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as bytes for the wire or for disk.
-
-    Raises `SchemaError` when a field holds what cannot travel, such as a set among the metadata."""
+    """Encode a message as bytes for the wire or for disk. Raises `SchemaError` when a field holds what cannot
+    travel, such as a set among the metadata."""
     try:
         return cast(bytes, msgpack.packb([message.tag, message.version, _body(message)], use_bin_type=True))
     except (TypeError, ValueError, OverflowError) as error:  # SchemaError is a ValueError
@@ -94,9 +92,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, *expected: type[M]) -> M:
-    """Decode the message in `data`, which must be one of `expected`. There is no registry of messages.
-
-    Raises `SchemaError` for bytes that are not such a message: the reason names the field."""
+    """Decode the message in `data`, which must be one of `expected`. There is no registry of messages. Raises
+    `SchemaError` for bytes that are not such a message: the reason names the field."""
     walked = is_walked(data, _memory_limit(data, expected))
     try:
         if not walked:
@@ -127,9 +124,8 @@ def _beginning(tag: str) -> bytes:
 
 
 def _check_counts(data: bytes) -> None:
-    """Refuse oversized lists before they are built: msgpack allocates memory by the declared length alone.
-
-    It takes a copy of `data`, so it serves short messages only."""
+    """Refuse oversized lists before they are built: msgpack allocates memory by the declared length alone. It
+    takes a copy of `data`, so it serves short messages only."""
     walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))  # 0 would mean no limit
     walker.feed(data)
     walker.skip()
@@ -265,9 +261,8 @@ def _tuple_converters(item: Any) -> tuple[Convert, Convert]:
 
 
 def _record_converter(kind: Any) -> Convert:
-    """Return how a `NamedTuple` is unpacked. It travels as a list, without the names of its fields.
-
-    Fields are only ever added at the end, with a default: a shorter list is older, a longer one newer."""
+    """Return how a `NamedTuple` is unpacked. It travels as a list, without the names of its fields. Fields
+    are only ever added at the end, with a default: a shorter list is older, a longer one newer."""
     hints = get_type_hints(kind, include_extras=True)
     unpacks = [(name, _converters(hints[name])[1]) for name in kind._fields]
     required = len(unpacks) - len(kind._field_defaults)

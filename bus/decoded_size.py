@@ -80,9 +80,8 @@ def is_walked(data: bytes, limit: MemoryLimit) -> bool:
 
 
 def _built_bytes(data: bytes, allowed: int) -> int:
-    """Return the memory of the values in `data`, beside the content of texts and bytes.
-
-    Once it is above `allowed` what remains is not looked at."""
+    """Return the memory of the values in `data`, beside the content of texts and bytes. Once it is above
+    `allowed` what remains is not looked at."""
     place, missing, built = 0, 1, 0
     try:
         while missing and built <= allowed:

@@ -91,9 +91,8 @@ class HandBackError(SluiceError):
 
 
 class BusError(SluiceError):
-    """The bus refused, is missing, or did not answer in time.
-
-    `refusal` is what the process that was asked says where it refuses; empty for all other errors."""
+    """The bus refused, is missing, or did not answer in time. `refusal` is what the process that was asked
+    says where it refuses; empty for all other errors."""
 
     def __init__(self, *args: object, refusal: str = "") -> None:
         super().__init__(*args)
@@ -186,9 +185,8 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 
 
 def tells(error: BaseException, part: str) -> bool:
-    """Return whether the text of an error has this part, in whatever case.
-
-    SGLang says which adapter it lacks by naming it in a sentence, with the status of any bad request."""
+    """Return whether the text of an error has this part, in whatever case. SGLang says which adapter it lacks
+    by naming it in a sentence, with the status of any bad request."""
     return part.lower() in str(error).lower()
 
 

@@ -366,9 +366,8 @@ class Status(Message, tag="status"):
 
 
 def stores_nothing(streams: Sequence[str]) -> str:
-    """Return that nats-server stores nothing on these streams, with the remedy, for a human.
-
-    It writes a stream no more after a failed write; `launch bus` restarts it by itself."""
+    """Return that nats-server stores nothing on these streams, with the remedy, for a human. It writes a
+    stream no more after a failed write; `launch bus` restarts it by itself."""
     return f"the bus stores nothing on {', '.join(streams)}: restart nats-server"
 
 

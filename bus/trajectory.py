@@ -89,9 +89,8 @@ class Parent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory(Message, tag="trajectory", version=2):
-    """One agent's part of an episode as a flat sequence of L tokens, prompt included.
-
-    An episode that failed before a token was sampled has a trajectory of no tokens, whose `end` says why."""
+    """One agent's part of an episode as a flat sequence of L tokens, prompt included. An episode that failed
+    before a token was sampled has a trajectory of no tokens, whose `end` says why."""
 
     trajectory_id: str
     """Same bytes for the same lease and sample whoever rolls it out: a redelivery stores nothing new."""
@@ -279,9 +278,8 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     @property
     def oldest_version(self) -> int:
-        """Return the version of the oldest token of the mask, which defines the trajectory's staleness.
-
-        Where the mask is empty it is younger than any: nothing of the trajectory can be stale."""
+        """Return the version of the oldest token of the mask, which defines the trajectory's staleness. Where
+        the mask is empty it is younger than any: nothing of the trajectory can be stale."""
         return int(self.policy_versions[self.loss_mask].min(initial=YOUNGEST))
 
     @property
@@ -291,9 +289,8 @@ class Trajectory(Message, tag="trajectory", version=2):
 
 
 def refuse_impossible_logprobs(trajectory: Trajectory) -> None:
-    """Raise `SchemaError` for behaviour log-probs that no engine can have drawn a token with.
-
-    To call before a trajectory is stored; what an older build has stored stays readable."""
+    """Raise `SchemaError` for behaviour log-probs that no engine can have drawn a token with. To call before
+    a trajectory is stored; what an older build has stored stays readable."""
     _refuse_impossible(trajectory.behaviour_logprobs, trajectory.trajectory_id, trajectory.actor)
 
 
@@ -304,7 +301,6 @@ Groups = Sequence[Sequence[Trajectory]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptTurn(Message, tag="kept_turn"):
     """One completion of a rollout that has not ended: who rolls its lease out next need not sample it again.
-
     A completion that was cut short has the finish reason `abort`, and is gone on with."""
 
     lease_id: int

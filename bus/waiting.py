@@ -18,9 +18,8 @@ log = structlog.get_logger()
 
 
 class GarbledAnswerError(nats.errors.Error):  # type: ignore[misc]  # nats-py has no types
-    """An answer has bytes that neither the bus nor a process of ours sends: ask again.
-
-    It is one of nats-py's errors, so that whoever waits for a bus that is away waits for this to pass too."""
+    """An answer has bytes that neither the bus nor a process of ours sends: ask again. It is one of nats-py's
+    errors, so that whoever waits for a bus that is away waits for this to pass too."""
 
 
 AWAY = (

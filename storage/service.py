@@ -146,7 +146,6 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
 
 async def _claim_streams(bus: Bus, records: OwnRecords, ledger: Ledger, run: RunDirectory) -> None:
     """Note on the bus whose its streams are. Raises `ConfigError` when they are another run's of this name.
-
     Its groups, rewards and weights would be taken for this run's: leases of both are numbered from 0."""
     if RUN_ID not in ledger.facts:
         ledger.set_fact(RUN_ID, secrets.token_hex(8))
@@ -270,9 +269,8 @@ class _Service:
                 finished.set()
 
     async def _record(self, stop: asyncio.Event, finished: asyncio.Event) -> None:
-        """Record the run's metrics; where that fails, have the others end as on `stop`.
-
-        They are cancelled too, but one that just gets an answer of the bus may not notice that."""
+        """Record the run's metrics; where that fails, have the others end as on `stop`. They are cancelled
+        too, but one that just gets an answer of the bus may not notice that."""
         sinks = (*self._settings.sinks, self._absent_actors)
         try:
             await record_metrics(self._bus, self._settings.run, finished, sinks=sinks)

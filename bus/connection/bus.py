@@ -174,9 +174,8 @@ class Bus:
         return self._keys.sealed(self._record(subject), encode(message))
 
     async def opened(self, subject: str, data: bytes) -> bytes:
-        """Return the message that came on a subject of the run, without its signature.
-
-        Raises `UnsignedError` for a record that nobody who may write it has signed, or that is an old one."""
+        """Return the message that came on a subject of the run, without its signature. Raises `UnsignedError`
+        for a record that nobody who may write it has signed, or that is an old one."""
         return await self._keys.opened(self._record(subject), data)
 
     def _record(self, subject: str) -> str | None:
@@ -185,9 +184,8 @@ class Bus:
     async def request_many(
         self, subject: str, message: Message, expected: type[R], *, timeout_s: float
     ) -> list[R]:
-        """Send a request whose answer is several messages and a `Done`, at most `timeout_s` apart.
-
-        Raises `BusError` as `request` does, and when a part of the answer was lost on the way."""
+        """Send a request whose answer is several messages and a `Done`, at most `timeout_s` apart. Raises
+        `BusError` as `request` does, and when a part of the answer was lost on the way."""
         self._refuse_broken(subject)
         inbox = self.client.new_inbox()
         answers: list[R] = []
@@ -304,9 +302,8 @@ class Bus:
         await self._keys.create()
 
     async def get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
-        """Return the message under `key` and its revision, or None.
-
-        A record that nobody who may write it has signed is none: its owner writes it again."""
+        """Return the message under `key` and its revision, or None. A record that nobody who may write it has
+        signed is none: its owner writes it again."""
         return await self.patiently(lambda: self._get(key, expected), f"reading {key!r}")
 
     async def get_settled(self, key: str, expected: type[R]) -> tuple[R, int] | None:
@@ -332,9 +329,8 @@ class Bus:
         await self.patiently(lambda: self._keys.write(key, data), f"writing {key!r}")
 
     async def swap(self, key: str, message: Message, revision: int) -> int | None:
-        """Set `key` if it still has `revision` (0: is absent). Return the new revision, or else None.
-
-        Raises `BusError` while the bus is away: the key may have been set or not."""
+        """Set `key` if it still has `revision` (0: is absent). Return the new revision, or else None. Raises
+        `BusError` while the bus is away: the key may have been set or not."""
         return await self._keys.swap(key, encode(message), revision)
 
     async def holds(self, key: str, message: Message) -> bool:

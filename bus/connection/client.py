@@ -151,7 +151,6 @@ class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
 
     async def _process_err(self, err_msg: str) -> None:
         """Connect anew after a complaint of the server, such as of bytes that were garbled on the way.
-
         nats-py would close the connection for good, and the process would wait for the bus for ever."""
         if self._access is not None:
             err_msg = err_msg.replace(self._access.prefix, "")  # a secret, which no log may show

@@ -58,9 +58,8 @@ class JetStream(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
         self._other_domain = domain is not None
 
     async def add_stream(self, *arguments: Any, **options: Any) -> Any:
-        """Create a stream, once the server has removed what a deleted one of its name left on disk.
-
-        It answers that a stream is deleted before it has removed the directory."""
+        """Create a stream, once the server has removed what a deleted one of its name left on disk. It
+        answers that a stream is deleted before it has removed the directory."""
         deadline = time.monotonic() + REMOVAL_S
         while True:
             try:

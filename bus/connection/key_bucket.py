@@ -124,9 +124,8 @@ class KeyBucket:
             raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
 
     async def names(self, prefix: str) -> list[str]:
-        """List the keys that begin with `prefix` and a dot; removed ones may be among them.
-
-        This is one request. A watch would leave a consumer on the server each time."""
+        """List the keys that begin with `prefix` and a dot; removed ones may be among them. This is one
+        request. A watch would leave a consumer on the server each time."""
         bucket = self._topology.bucket
         before = f"$KV.{bucket}."
         try:
@@ -144,9 +143,8 @@ class KeyBucket:
         return self._signatures.sealed(record, content)
 
     async def opened(self, record: str | None, data: bytes) -> bytes:
-        """Return the content of a record that came on a subject.
-
-        Raises `UnsignedError` for one that must not be acted on, which is counted then."""
+        """Return the content of a record that came on a subject. Raises `UnsignedError` for one that must not
+        be acted on, which is counted then."""
         if self._signatures is None or record is None:
             return data
         try:

@@ -53,9 +53,8 @@ class ActorCount:
 async def tell_pace(
     bus: Bus, stop: asyncio.Event, *, count_s: float = COUNT_S, lower_after_s: float = REPEAT_S
 ) -> None:
-    """Count the actors, and tell them how often to speak, until `stop`. A small run is told nothing.
-
-    What an earlier storage told stays for `lower_after_s`, until all actors have been heard again."""
+    """Count the actors, and tell them how often to speak, until `stop`. A small run is told nothing. What an
+    earlier storage told stays for `lower_after_s`, until all actors have been heard again."""
     found = await bus.get(KEY, Pace)
     told, told_s, began = (found[0].slower if found else 1.0), 0.0, time.monotonic()
     count = ActorCount()

@@ -24,9 +24,8 @@ class ServerClock:
 
 
 async def server_clock(bus: Bus, timeout_s: float) -> ServerClock | None:
-    """Compare the clocks; None where the server has no such run, whose streams tell its time.
-
-    Raises `BusError` where JetStream does not answer, or refuses."""
+    """Compare the clocks; None where the server has no such run, whose streams tell its time. Raises
+    `BusError` where JetStream does not answer, or refuses."""
     subject = f"{bus.js_api}.STREAM.INFO.KV_{bus.topology.bucket}"
     begin = time.time()
     try:

@@ -18,9 +18,8 @@ RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs one of Sluice's modules in a process of its own.
-
-    A user's own files of the same names, such as `launch.py`, are not taken for them, wherever they lie."""
+    """Return the command that runs one of Sluice's modules in a process of its own. A user's own files of the
+    same names, such as `launch.py`, are not taken for them, wherever they lie."""
     return sys.executable, "-P", RUN_MODULE, module, *arguments
 
 
@@ -35,9 +34,8 @@ class Told(NamedTuple):
 async def ask_child(
     command: Sequence[str], asked: bytes = b"", *, limit_s: float, env: Mapping[str, str] | None = None
 ) -> Told:
-    """Return what a process tells that is given `asked` on its standard input, and ends by itself.
-
-    Raises TimeoutError where it does not do so in time, and OSError where it cannot be started."""
+    """Return what a process tells that is given `asked` on its standard input, and ends by itself. Raises
+    TimeoutError where it does not do so in time, and OSError where it cannot be started."""
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env=env)
     try:

@@ -12,9 +12,8 @@ class LogThrottle:
         self._times = 0
 
     def due(self, now_s: float) -> int:
-        """Count one more; return how many there were since the last line if one is due now, else 0.
-
-        The first is due at once, later ones every `every_s` at most."""
+        """Count one more; return how many there were since the last line if one is due now, else 0. The first
+        is due at once, later ones every `every_s` at most."""
         self._times += 1
         if now_s - self._logged_s < self._every_s:
             return 0

@@ -43,9 +43,8 @@ _policy = ImportPolicy()
 
 
 def restrict_imports(policy: ImportPolicy) -> None:
-    """Have this process load functions by `policy` from now on.
-
-    It holds for the whole process, as imports do, so that no caller can forget it."""
+    """Have this process load functions by `policy` from now on. It holds for the whole process, as imports
+    do, so that no caller can forget it."""
     global _policy
     _policy = policy
 
@@ -73,7 +72,6 @@ def names_function(name: object) -> bool:
 
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:
     """Return the built-in `name`, or import `my_pkg.my_module:function` (the working directory counts).
-
     Raises ConfigError, which names `kind`, for what does not exist, does not import or is not callable."""
     if name in builtins:
         return builtins[name]
@@ -154,9 +152,8 @@ def _declared(
 
 
 def _refuse_outside(what: str, module_name: str) -> None:
-    """Import a module from the allowed directories, its packages first.
-
-    Raises `ConfigError` for one that lies elsewhere, before anything of it runs."""
+    """Import a module from the allowed directories, its packages first. Raises `ConfigError` for one that
+    lies elsewhere, before anything of it runs."""
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{what}: {module_name!r} is no name of a module")
     for directory in _policy.directories:

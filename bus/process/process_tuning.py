@@ -25,9 +25,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Collect garbage only among new objects, and rarely, while inside.
-
-    Collecting among all objects of torch and transformers stops a process for half a second."""
+    """Collect garbage only among new objects, and rarely, while inside. Collecting among all objects of torch
+    and transformers stops a process for half a second."""
     gc.collect()  # garbage from before would never be freed once it is frozen
     with _older_ones_are_left():
         yield

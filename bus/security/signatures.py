@@ -166,9 +166,8 @@ class Signatures:
     """Signs records by the key of this process's role, and verifies those of others."""
 
     def __init__(self, credentials: Credentials, path: Path, seen: Path | None = None) -> None:
-        """Use `credentials`, which were read from `path`, where newer ones may come to lie.
-
-        The file `seen` keeps which versions were taken."""
+        """Use `credentials`, which were read from `path`, where newer ones may come to lie. The file `seen`
+        keeps which versions were taken."""
         self.role = credentials.role
         self.set_aside: Counter[str] = Counter()
         """Records that were not acted on, by name."""
@@ -202,7 +201,6 @@ class Signatures:
 
     def adopt(self, data: bytes) -> bool:
         """Take over a list of keys; return whether it is signed by the run and not older than the one here.
-
         What was taken by a key that no role has any more is forgotten."""
         try:
             record = decode(data, SignedRecord)

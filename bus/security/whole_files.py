@@ -7,7 +7,6 @@ from pathlib import Path
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace a file by `data`, with the permissions `mode` from the beginning, less what the umask takes.
-
     Processes with one number, of containers, may write the same file: the temporary one has a random name."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -106,9 +106,8 @@ class NatsServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Start the server, and return when it accepts connections.
-
-        Raises `ConfigError` when the port is taken or nats-server is not installed or does not come up."""
+        """Start the server, and return when it accepts connections. Raises `ConfigError` when the port is
+        taken or nats-server is not installed or does not come up."""
         refuse_taken_port(self.host, self.port)
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self.directory / "nats.conf"

@@ -115,9 +115,8 @@ class SecureDirectory:
         return sorted(found.parent.name for found in self.path.glob("*/operator.creds"))
 
     def make(self, runs: Sequence[str], url: str) -> None:
-        """Make what is missing for these runs. Keys that exist stay; the files take the new `url`.
-
-        Raises `ConfigError` for a name that no run can have."""
+        """Make what is missing for these runs. Keys that exist stay; the files take the new `url`. Raises
+        `ConfigError` for a name that no run can have."""
         for run in runs:
             Topology(run)
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)

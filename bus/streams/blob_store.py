@@ -44,7 +44,6 @@ async def put_blob(
     bus: Bus, publisher: Publisher, data: bytes, *tokens: object, stream: str = "files"
 ) -> BlobRef:
     """Store `data` on FILES, or on WEIGHTS by `stream = "weights"`, under the subject made of `tokens`.
-
     Returns the reference that finds it. Raises `BusError` when the stream refuses a chunk."""
     return await put_chunks(
         bus, publisher, await asyncio.to_thread(in_chunks, [data]), *tokens, stream=stream
@@ -65,7 +64,6 @@ async def put_chunks(bus: Bus, publisher: Publisher, cut: Chunks, *tokens: objec
 
 async def put_only_blob(bus: Bus, publisher: Publisher, data: bytes, token: str) -> BlobRef:
     """Store `data` on FILES as the only blob under `token`: chunks of others that lie there are emptied then.
-
     A purge would remove them, but who may purge FILES may remove all that others keep there, too."""
     ref = await put_blob(bus, publisher, data, token)
     stream, prefix = bus.topology.stream("FILES"), bus.subject("files", token)

@@ -36,9 +36,8 @@ LONGEST_PULL_S = MULTIPLE_ANSWERS_S / 2
 
 
 class Inbox:
-    """Pulls from a durable consumer; unlike nats-py's `fetch` it never waits for a full batch.
-
-    One pull is outstanding at a time, so no more messages lie here than one `take` asked for."""
+    """Pulls from a durable consumer; unlike nats-py's `fetch` it never waits for a full batch. One pull is
+    outstanding at a time, so no more messages lie here than one `take` asked for."""
 
     def __init__(self, bus: Bus, stream: str, durable: str, parts: Parts | None = None) -> None:
         self.parts = parts or Parts(bus)

@@ -72,7 +72,6 @@ class PublishCounts:
 
 class Publisher:
     """Publishes pipelined and deduplicated over one connection; `window` messages await their ack at a time.
-
     A message above `part_bytes` travels in parts, one such message after another; None sends all whole."""
 
     def __init__(self, bus: Bus, *, window: int = 256, part_bytes: int | None = PART_BYTES) -> None:

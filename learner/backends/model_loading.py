@@ -32,7 +32,6 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, LazyWeights]:
 
 def merged_model(checkpoint: Path, base: Path, config: LoraConfig) -> tuple[PretrainedConfig, LazyWeights]:
     """Open what the adapters of a checkpoint, whose settings were `config`, make of the weights in `base`.
-
     Raises as `load_hf_directory` and `MergedWeights` do."""
     hf_config = load_hf_config(checkpoint)
     _, weights = load_hf_directory(base)

@@ -83,9 +83,8 @@ class PendingCheckpoint:
             self._removing.result(WRITING_TIMEOUT_S)
 
     def amend(self, extra: Mapping[str, JsonValue]) -> None:
-        """Keep `extra` with the checkpoint instead of what was kept. Every rank calls this.
-
-        It is for a backend that has not changed since: nothing else is written."""
+        """Keep `extra` with the checkpoint instead of what was kept. Every rank calls this. It is for a
+        backend that has not changed since: nothing else is written."""
         self.finish()
         if dist.get_rank() == 0:
             amend_manifest(self._final, extra)
@@ -186,9 +185,8 @@ def _written(staged: StagedFiles, temporary: Path, final: Path) -> dict[str, str
 
 
 def _size_before(root: Path) -> int | None:
-    """Return the size of the newest checkpoint on rank 0, which alone shows how far the next one is.
-
-    None stands for one that cannot be told: the next one does not fail because of a figure."""
+    """Return the size of the newest checkpoint on rank 0, which alone shows how far the next one is. None
+    stands for one that cannot be told: the next one does not fail because of a figure."""
     if dist.get_rank() > 0:
         return None
     with suppress(OSError):  # such as a listing of a shared file system that names what is gone

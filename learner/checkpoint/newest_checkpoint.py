@@ -57,9 +57,8 @@ def _name_supervised(root: Path) -> None:
 
 
 def _damage(directory: Path) -> str:
-    """Return what is wrong with a checkpoint, the same on every rank; nothing if it is whole.
-
-    Raises, on every rank too, what rank 0 cannot read for another reason than damage."""
+    """Return what is wrong with a checkpoint, the same on every rank; nothing if it is whole. Raises, on
+    every rank too, what rank 0 cannot read for another reason than damage."""
     found: Any = None
     if dist.get_rank() == 0:
         try:

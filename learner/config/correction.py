@@ -88,9 +88,8 @@ class TokenTIS(Correction):
 
 
 class SequenceTIS(Correction):
-    """Importance weight of each sequence, shared by its tokens and truncated from above.
-
-    It needs all tokens of a sequence before any gradient, so the logits are computed twice."""
+    """Importance weight of each sequence, shared by its tokens and truncated from above. It needs all tokens
+    of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["sequence_tis"] = "sequence_tis"
     computed_by: ClassVar[str] = "learner.algorithms.corrections:sequence_tis"

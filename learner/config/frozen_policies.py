@@ -11,9 +11,8 @@ from bus.errors import ConfigError
 
 
 class ReferenceConfig(Config):
-    """A frozen policy that the trained one is kept near, by its KL divergence from it.
-
-    Its weights lie in main memory and take the model's place for one pass without gradients a step."""
+    """A frozen policy that the trained one is kept near, by its KL divergence from it. Its weights lie in
+    main memory and take the model's place for one pass without gradients a step."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the divergence in nats; 0 does without a reference."""

@@ -105,9 +105,8 @@ class PPOClipLoss(Loss):
 
 
 class GSPOLoss(Loss):
-    """Clipped surrogate whose importance ratio is that of the sequence (arXiv:2507.18071, eq. 5 to 7).
-
-    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice."""
+    """Clipped surrogate whose importance ratio is that of the sequence (arXiv:2507.18071, eq. 5 to 7). Its
+    ratio needs all tokens of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["gspo"] = "gspo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gspo_loss"
@@ -190,9 +189,8 @@ class AIPOLoss(Loss):
 
 
 class GMPOLoss(Loss):
-    """Policy gradient of the geometric mean of a sequence's clipped ratios (arXiv:2507.20673).
-
-    It needs all tokens of a sequence before any gradient, so the logits are computed twice."""
+    """Policy gradient of the geometric mean of a sequence's clipped ratios (arXiv:2507.20673). It needs all
+    tokens of a sequence before any gradient, so the logits are computed twice."""
 
     type: Literal["gmpo"] = "gmpo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gmpo_loss"

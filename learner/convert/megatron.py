@@ -50,9 +50,8 @@ from storage.weights.fp8 import Blocks
 
 
 def load_published(directory: Path) -> tuple[PretrainedConfig, LazyWeights]:
-    """Read a model directory; weights in fp8 with a scale for each block are read as bfloat16.
-
-    Raises `ConfigError` as `load_hf_directory` does, and for scales that do not fit their weights."""
+    """Read a model directory; weights in fp8 with a scale for each block are read as bfloat16. Raises
+    `ConfigError` as `load_hf_directory` does, and for scales that do not fit their weights."""
     raw = raw_config(directory)
     model_type = str(raw.get("model_type"))
     block = _block_of(directory / "config.json", raw.get("quantization_config"))

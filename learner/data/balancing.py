@@ -69,9 +69,8 @@ def _flops(config: PretrainedConfig, tokens: float, pairs: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """Tells what a rank computes of a group, as far as that is known before its trajectories are here.
-
-    They are assumed to be of equal lengths, and to have one beginning in common."""
+    """Tells what a rank computes of a group, as far as that is known before its trajectories are here. They
+    are assumed to be of equal lengths, and to have one beginning in common."""
 
     samples: int
     length: float

@@ -138,9 +138,8 @@ def make_step_batch(
 
 
 def _with_advantages(sample: Sample, advantages: NDArray[np.float64], weight: float) -> Sample:
-    """Return the sample with its advantages and with the weight of its group, if that is not 1.
-
-    A weight of 1 is no stream, so that the digest of such a batch is that of one without weights."""
+    """Return the sample with its advantages and with the weight of its group, if that is not 1. A weight of 1
+    is no stream, so that the digest of such a batch is that of one without weights."""
     found = advantages.astype(np.float32) if advantages.ndim else float(advantages)
     return sample.with_streams(advantages=found, **({} if weight == 1.0 else {"group_weights": weight}))
 
@@ -203,9 +202,8 @@ def _sampled_untrained(trajectory: Trajectory) -> dict[str, NDArray[np.bool_]]:
 
 
 def _temperatures(trajectory: Trajectory) -> NDArray[np.float32] | float:
-    """Return what divided the logits of each token when it was sampled, [L], or the one of all turns.
-
-    Greedy turns are never trained, so theirs is left at 1."""
+    """Return what divided the logits of each token when it was sampled, [L], or the one of all turns. Greedy
+    turns are never trained, so theirs is left at 1."""
     drawn = [turn for turn in trajectory.turns if not turn.is_greedy]
     if len({turn.temperature for turn in drawn}) == 1:
         return drawn[0].temperature

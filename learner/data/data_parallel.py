@@ -23,7 +23,6 @@ SUMS = (
 
 def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) -> list[MicroBatch]:
     """Append empty micro-batches until this rank has as many as any rank of `group`, and at least one.
-
     Collectives run in every micro-batch, so ranks with different numbers of them would wait for ever."""
     most = torch.tensor(max(1, len(micro_batches)), device=device())
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

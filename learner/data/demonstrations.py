@@ -74,9 +74,8 @@ class Demonstrations:
         return self._samples([number for index in drawn for number in self._drawn(index)])
 
     def check(self) -> None:
-        """Raise `ConfigError` for a row that cannot be trained on, before the step that has it.
-
-        The first rows and the longest are looked at, which takes seconds."""
+        """Raise `ConfigError` for a row that cannot be trained on, before the step that has it. The first
+        rows and the longest are looked at, which takes seconds."""
         longest = nlargest(CHECKED, range(len(self._rows)), key=lambda number: len(str(self._rows[number])))
         self._samples(sorted({*longest, *range(min(CHECKED, len(self._rows)))}))
 

@@ -84,9 +84,8 @@ class Outcomes:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures of a step, as far as there are trajectories for them.
-
-        Standard deviations are those of samples, with n - 1, as TRL has them."""
+        """Return the figures of a step, as far as there are trajectories for them. Standard deviations are
+        those of samples, with n - 1, as TRL has them."""
         rewards, lengths = self.rewards, self.lengths
         if not rewards:
             return {}

@@ -79,9 +79,8 @@ class Sample:
         return replace(self, streams={**self.streams, **streams})
 
     def xxh3(self) -> int:
-        """Digest of all that is trained on but what passes have computed, 128 bits.
-
-        A KL penalty in the reward enters the advantages, and so the digest, with what a pass has computed."""
+        """Digest of all that is trained on but what passes have computed, 128 bits. A KL penalty in the
+        reward enters the advantages, and so the digest, with what a pass has computed."""
         digest = xxhash.xxh3_128(self.token_ids.tobytes())
         digest.update(self.loss_mask.tobytes())
         for name in sorted(name for name in self.streams if STREAMS[name].recorded):
@@ -170,9 +169,8 @@ class MicroBatch:
 
     @property
     def predicting(self) -> Tensor:
-        """Return the computed tokens that predict the trained ones, int64 [N].
-
-        One of them may predict several, each of another trajectory."""
+        """Return the computed tokens that predict the trained ones, int64 [N]. One of them may predict
+        several, each of another trajectory."""
         return self.trained if self.tree is None else self.tree.computed.index_select(0, self.trained)
 
     def to(self, device: torch.device) -> Self:
@@ -203,9 +201,8 @@ def pack_pairs(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[M
 def pack(
     samples: Sequence[Sample], tokens_per_micro_batch: int, *, share_prefixes: bool = False
 ) -> list[MicroBatch]:
-    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own.
-
-    With `share_prefixes`, the budget is of computed tokens, and samples of one prompt come together."""
+    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own. With
+    `share_prefixes`, the budget is of computed tokens, and samples of one prompt come together."""
     packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)
     return [micro_batch for _, micro_batch in packs]
 

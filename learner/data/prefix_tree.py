@@ -91,9 +91,8 @@ def prefix_paths(
 
 
 def chunks_within(paths: Sequence[SegmentPath], prompts: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the sequences of each prompt, by index, in as few chunks as compute at most `budget` tokens.
-
-    A sequence over the budget is a chunk by itself. Each chunk is in depth-first order."""
+    """Return the sequences of each prompt, by index, in as few chunks as compute at most `budget` tokens. A
+    sequence over the budget is a chunk by itself. Each chunk is in depth-first order."""
     chunks: list[list[int]] = []
     for members in _by_prompt(prompts):
         begun: set[PrefixSegment] = set()
@@ -114,9 +113,8 @@ def computed_tokens(paths: Sequence[SegmentPath]) -> int:
 
 
 def prefix_tree(paths: Sequence[SegmentPath]) -> PrefixTree | None:
-    """Lay the segments of sequences out, each once; `None` if no two sequences have one in common.
-
-    The sequences come in depth-first order."""
+    """Lay the segments of sequences out, each once; `None` if no two sequences have one in common. The
+    sequences come in depth-first order."""
     if computed_tokens(paths) == sum(_length(path) for path in paths):
         return None
     numbers: dict[int, int] = {}

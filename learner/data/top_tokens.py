@@ -49,7 +49,6 @@ def pack_top_tokens(
     samples: Sequence[TopTokens | None], lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor] | None:
     """Lay those of samples end to end, int32 [T, K] and float32 [T, K + 1], each where it is predicted.
-
     Returns None where no sample has any."""
     count = max((each.token_ids.shape[1] for each in samples if each is not None), default=0)
     if count == 0:

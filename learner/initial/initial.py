@@ -93,9 +93,8 @@ class Initial:
 
 
 def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
-    """Read the initial model, making the scratch model if need be, and the demonstrations.
-
-    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together."""
+    """Read the initial model, making the scratch model if need be, and the demonstrations. Raises
+    `ConfigError` when model, tokenizer or demonstrations do not belong together."""
     torch.manual_seed(settings.seed)
     if settings.model.path is None and settings.model.from_run is None:
         with one_at_a_time(settings.model_directory):

@@ -69,9 +69,8 @@ def refresh_reference(backend: Backend, learner: LearnerConfig, step: int) -> No
 
 
 def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
-    """Return whether the reference that the configuration names is held.
-
-    Without a `reference.path` it is an earlier policy of the run, or the weights read from `source`."""
+    """Return whether the reference that the configuration names is held. Without a `reference.path` it is an
+    earlier policy of the run, or the weights read from `source`."""
     if "reference" in frozen.own:
         return reference.path is None or reference.refresh_every is not None
     return "reference" in frozen and frozen.sources["reference"] == source

@@ -226,9 +226,8 @@ def score(
 
 
 def with_own_experts(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[Sample]:
-    """Have all passes of the step send each token where a first one does. Every rank calls this.
-
-    Its log-probs are those of the proximal policy, and are added where the objective wants them."""
+    """Have all passes of the step send each token where a first one does. Every rank calls this. Its
+    log-probs are those of the proximal policy, and are added where the objective wants them."""
     is_wanted = "proximal" in Objective.of(learner).policies
     budget = learner.batch.logprob_token_budget
     packs = numbered_packs(samples, budget, share_prefixes=learner.batch.share_prefixes)

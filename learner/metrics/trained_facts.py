@@ -60,9 +60,8 @@ def write(run: Path, step: int, facts: Mapping[str, TrainedFacts]) -> None:
 
 
 def read(run: Path, steps: Mapping[int, Collection[int]]) -> dict[int, dict[int, dict[int, TrainedFacts]]]:
-    """Return the facts of groups by lease, step and sample, as far as they are recorded here.
-
-    `steps` are those that each lease is wanted of."""
+    """Return the facts of groups by lease, step and sample, as far as they are recorded here. `steps` are
+    those that each lease is wanted of."""
     found: dict[int, dict[int, dict[int, TrainedFacts]]] = {}
     for path in sorted({_path(run, step) for wanted in steps.values() for step in wanted}):
         try:

@@ -163,9 +163,8 @@ def refuse_other_vocabulary(
 
 
 def tokenizer_directory(hf_config: PretrainedConfig, *directories: Path | None) -> Path | None:
-    """Return the first of these directories that has a tokenizer.
-
-    Raises `ConfigError` where it has tokens that the model does not embed."""
+    """Return the first of these directories that has a tokenizer. Raises `ConfigError` where it has tokens
+    that the model does not embed."""
     found = next((each for each in directories if each is not None and has_tokenizer(each)), None)
     if found is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(found), found)
@@ -180,9 +179,8 @@ def save_hf_directory(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` and inference engines load.
-
-    One tensor of `state` is in memory at a time. A file has at most `shard_bytes`, or one tensor."""
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` and inference engines load. One tensor of
+    `state` is in memory at a time. A file has at most `shard_bytes`, or one tensor."""
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
     save_weights(path, state, shard_bytes=shard_bytes)

@@ -168,9 +168,8 @@ _ELEMENTS = 32
 
 
 class FromMxfp4Weights(LazyWeights):
-    """The weights that blocks and scales stand for, in `dtype`; the others are as they are.
-
-    Raises `ConfigError` when it is made for blocks whose scales do not fit."""
+    """The weights that blocks and scales stand for, in `dtype`; the others are as they are. Raises
+    `ConfigError` when it is made for blocks whose scales do not fit."""
 
     def __init__(self, weights: LazyWeights, dtype: torch.dtype) -> None:
         self._weights = weights

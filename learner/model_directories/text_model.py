@@ -29,9 +29,8 @@ def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
 
 
 class _EachExpert(LazyWeights):
-    """Weights with a tensor of each expert's gate, up and down, where files have one tensor of all.
-
-    Those are [experts, gate and up, inputs] and [experts, outputs, inputs]."""
+    """Weights with a tensor of each expert's gate, up and down, where files have one tensor of all. Those are
+    [experts, gate and up, inputs] and [experts, outputs, inputs]."""
 
     def __init__(self, weights: LazyWeights) -> None:
         self._weights = weights

@@ -115,7 +115,6 @@ def steps(path: Path) -> dict[int, TrainedStep]:
 
 def refuse_other_groups(path: Path, groups: Mapping[int, list[int]]) -> None:
     """Raise `StorageError` when the lineage says that a step trained on other groups than `groups` says.
-
     Steps that are missing there are passed over: the file may have stayed on another host."""
     written = steps(path)
     for step, leases in groups.items():

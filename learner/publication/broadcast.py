@@ -60,7 +60,6 @@ class Broadcaster:
         incarnation: str, timeout_s: float, threads: int = 1, device_bytes: int = 0,
     ) -> None:  # fmt: skip
         """`announced` returns the newest weights: their tensors stay as they are until it returns others.
-
         `threads` copy these; each group may have `device_bytes` of them on our GPU before it sends them."""
         self._bus = bus
         self._announced = announced
@@ -92,9 +91,8 @@ class Broadcaster:
             await asyncio.wait(self._living)  # they kill what they wait for
 
     async def _offer(self, wanted: BroadcastWanted) -> list[Message]:
-        """Make a copy and a group, unless they are there, and it ready to send at once.
-
-        Raises `BusError` where that cannot be."""
+        """Make a copy and a group, unless they are there, and it ready to send at once. Raises `BusError`
+        where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
         copy = await self._newest_copy(wanted.policy_version)

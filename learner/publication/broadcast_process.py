@@ -129,9 +129,8 @@ class Source:
         self._locks = device != "cpu"
 
     def prepare(self, asked: Line) -> str:
-        """Map it, lock its pages, make room and bring the first buckets there, unless that is done.
-
-        Return why sending is slower than it could be, once."""
+        """Map it, lock its pages, make room and bring the first buckets there, unless that is done. Return
+        why sending is slower than it could be, once."""
         memory, slower = self._mapped.pop(asked["memory"], None), ""
         if memory is None:
             memory, slower = self._map(asked["file"])
@@ -160,7 +159,6 @@ class Source:
 
     def _allocate(self, asked: Line) -> str:
         """Allocate memory for as many buckets as may lie on the device, and for what is on its way there.
-
         Where the device has not so much, none lie there from now on: return that it is so."""
         try:
             self._fit(asked, self._device_bytes)

@@ -123,7 +123,6 @@ class HostCopy:
 
 async def copy_weights(host: HostCopy, backend: Backend, thread: Executor) -> Copied:
     """Begin to copy the backend's weights, while no other work of torch is under way. Every rank calls this.
-
     Returns when training may go on, on `thread`, where torch works."""
     alone_on_cpu = device().type == "cpu" and dist.get_world_size() == 1
     if alone_on_cpu and backend.size_bytes <= SHORT_BYTES:

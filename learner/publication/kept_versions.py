@@ -20,14 +20,12 @@ READ_BYTES = 8 << 20
 
 
 class KeptVersions:
-    """Snapshots of some versions, as files too: a learner that resumes publishes them again.
-
-    What the learner before it had published is freed when it begins, and a bus may lose its disk."""
+    """Snapshots of some versions, as files too: a learner that resumes publishes them again. What the learner
+    before it had published is freed when it begins, and a bus may lose its disk."""
 
     def __init__(self, versions: Collection[int], directory: Path | None, *, adapters: bool) -> None:
-        """Keep `versions` in `directory`; without it they last as long as this learner and its bus.
-
-        They are `adapters` alone, or whole weights."""
+        """Keep `versions` in `directory`; without it they last as long as this learner and its bus. They are
+        `adapters` alone, or whole weights."""
         self._adapters = adapters
         self._versions = frozenset(versions)
         self._directory = directory
@@ -88,9 +86,8 @@ class KeptVersions:
                 self._named[version] = KeptVersion(policy_version=version, snapshot=blob)
 
     def _refuse_other_kind(self, path: Path, kept: Weights) -> None:
-        """Raise `ConfigError` unless these are adapters just where adapters are published.
-
-        The announcement says it once of all versions, and opponents would take one for the other."""
+        """Raise `ConfigError` unless these are adapters just where adapters are published. The announcement
+        says it once of all versions, and opponents would take one for the other."""
         if (adapters := are_adapters(kept.tensors)) == self._adapters:
             return
         what, publish = ("adapters", "adapter") if adapters else ("whole weights", "merged")

@@ -73,9 +73,8 @@ def probe_tokens(config: PretrainedConfig) -> np.ndarray:
 
 
 def scored_probe(backend: Backend, images: ImageReader | None = None) -> Probe:
-    """Return the probe with the log-probs of the weights as they are. Every rank calls this.
-
-    `images` are those of a vision-language model."""
+    """Return the probe with the log-probs of the weights as they are. Every rank calls this. `images` are
+    those of a vision-language model."""
     samples = probe_samples(backend.hf_config, images)
     tokens = sum(len(sample.token_ids) for sample in samples)
     found = score(backend, samples, tokens_per_micro_batch=tokens)

@@ -247,9 +247,8 @@ class WeightPublisher:
         return False
 
     def _forget_damaged_base(self) -> bool:
-        """Let the base be stored again, unless it was a moment ago; tell whether it will be.
-
-        The store knows that its bytes are there, and not that they are the right ones."""
+        """Let the base be stored again, unless it was a moment ago; tell whether it will be. The store knows
+        that its bytes are there, and not that they are the right ones."""
         if self._base is None or time.monotonic() < self._base_again_s:
             return False
         self._adapted, self._base_again_s = None, time.monotonic() + SAME_SNAPSHOT_PAUSE_S

@@ -64,9 +64,8 @@ class OwnTensors:
         """Copies of versions, and by how many each is held."""
 
     def begin(self, copying: Future[Copied]) -> None:
-        """Have the tensors of the next version, after all that was asked of those before.
-
-        It is called before they are copied: as soon as they are, rank 0 may ask for them."""
+        """Have the tensors of the next version, after all that was asked of those before. It is called before
+        they are copied: as soon as they are, rank 0 may ask for them."""
         self._thread.submit(self._begin, copying)
 
     def fulfil(self, wish: Wish) -> None:

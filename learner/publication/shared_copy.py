@@ -97,9 +97,8 @@ class SharedCopy:
             bucket.digests.extend(in_order(threads, self._digest, places))
 
     def taken_together(self) -> Iterator[list[WeightBucket]]:
-        """Yield buckets that an engine takes at once: no more than the largest, for which it has room.
-
-        Each request is some 4 ms in which it stands still."""
+        """Yield buckets that an engine takes at once: no more than the largest, for which it has room. Each
+        request is some 4 ms in which it stands still."""
         largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
         together: list[WeightBucket] = []
         for bucket in self.buckets:
@@ -111,9 +110,8 @@ class SharedCopy:
             yield together
 
     def where(self) -> dict[str, Any]:
-        """Tell `broadcast_process.py` where the tensors are and how much room those under way take.
-
-        It makes more for a larger bucket, and less where there is less to send."""
+        """Tell `broadcast_process.py` where the tensors are and how much room those under way take. It makes
+        more for a larger bucket, and less where there is less to send."""
         return {
             "policy_version": self.policy_version,
             "memory": self.memory.number,

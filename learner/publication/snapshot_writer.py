@@ -80,9 +80,8 @@ class SnapshotWriter:
         return not all(task.done() for task in self._begun)
 
     async def begin(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
-        """Have `write` store the content of the weights, and tell whether it is announced.
-
-        Their tensors stay as they are until `release`."""
+        """Have `write` store the content of the weights, and tell whether it is announced. Their tensors stay
+        as they are until `release`."""
         held = await asyncio.to_thread(HeldContent, weights, self._bytes_per_s)
         task = asyncio.create_task(self._write(held, write), name=f"snapshot {weights.policy_version}")
         self._begun[task] = held

@@ -24,9 +24,8 @@ END_TIMEOUT_S = 2.0
 
 
 class Device:
-    """Holds the devices of this host while the learner has work for them, and only then.
-
-    While they are held, nothing may wait for an actor or storage, whose work may need the device."""
+    """Holds the devices of this host while the learner has work for them, and only then. While they are held,
+    nothing may wait for an actor or storage, whose work may need the device."""
 
     def __init__(
         self, bus: Bus, config: ColocationConfig, *,
@@ -54,9 +53,8 @@ class Device:
 
     @asynccontextmanager
     async def held(self, stop: asyncio.Event) -> AsyncIterator[bool]:
-        """Hold the devices inside, once actors have yielded them; yield False when `stop` came first.
-
-        Raises `BusError` when an actor that is alive does not yield in time."""
+        """Hold the devices inside, once actors have yielded them; yield False when `stop` came first. Raises
+        `BusError` when an actor that is alive does not yield in time."""
         if not self._config.enabled:
             yield True
             return

@@ -41,9 +41,8 @@ class HeldOut:
         """One event for each version asked for and each data set, set when its result is here."""
 
     async def find(self) -> None:
-        """Look for the prompts of all data sets, and begin to listen.
-
-        Raises `ConfigError` where storage has none of a set that is configured."""
+        """Look for the prompts of all data sets, and begin to listen. Raises `ConfigError` where storage has
+        none of a set that is configured."""
         found = await self._bus.get_settled("heldout", BlobRef)
         self.prompts = found[0] if found else None
         self._wanted = [] if self.prompts is None else [(self.prompts, None)]

@@ -84,9 +84,8 @@ class NextBatch:
         self._fetching: asyncio.Task[BatchLease] | None = None
 
     async def take(self, step: int, stop: asyncio.Event) -> BatchLease | None:
-        """Return the groups of a step, and ask for those of the step after; None if `stop` came first.
-
-        That no actors were there while the step before was trained is asked for again: some may have come."""
+        """Return the groups of a step, and ask for those of the step after; None if `stop` came first. That
+        no actors were there while the step before was trained is asked for again: some may have come."""
         if self._fetching is not None and _found_no_actors(self._fetching):
             self._fetching = None
         while True:

@@ -160,9 +160,8 @@ SEEN_WITHIN_S = 10.0
 
 
 def refuse_unshared(directory: Path) -> None:
-    """Raise `ConfigError` on every rank when one does not see what rank 0 writes in `directory`.
-
-    Each rank writes its part of a checkpoint. Every rank calls this."""
+    """Raise `ConfigError` on every rank when one does not see what rank 0 writes in `directory`. Each rank
+    writes its part of a checkpoint. Every rank calls this."""
     if dist.get_world_size() == 1:
         return
     number = torch.randint(1 << 62, (1,), device=device())

@@ -163,7 +163,6 @@ def _none(batch: StepBatch) -> StepResult:
 
 def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[MicroBatch]:
     """Return the micro-batches of an update on these samples, weighed and with what is picked of them all.
-
     Samples that no gradient comes from are left out of them, and counted."""
     picked = with_selections(samples, learner, backend.data_parallel_group)
     weighed = aggregated(picked, learner.used_aggregation)

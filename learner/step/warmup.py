@@ -109,9 +109,8 @@ def finish_warm_up(
     backend: Backend, settings: LearnerSettings, demonstrations: Demonstrations | None, progress: Progress,
     stopped: Callable[[], bool],
 ) -> None:  # fmt: skip
-    """Take the steps that are left and begin reinforcement learning, for a process that leads no ranks.
-
-    When `stopped` comes before the last step, the stage stays "warmup"."""
+    """Take the steps that are left and begin reinforcement learning, for a process that leads no ranks. When
+    `stopped` comes before the last step, the stage stays "warmup"."""
     steps = range(progress.warmup_step, settings.warmup.steps)
     for step in tracked(steps, "warming up on demonstrations"):
         if stopped():

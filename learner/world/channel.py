@@ -25,9 +25,8 @@ class RankCall:
 
 
 class Channel:
-    """A gloo group and a thread of its own, so that calls pass while the train thread computes.
-
-    Every rank makes one at the same moment. In a world of one nothing is sent."""
+    """A gloo group and a thread of its own, so that calls pass while the train thread computes. Every rank
+    makes one at the same moment. In a world of one nothing is sent."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         self._stop = stop
@@ -37,7 +36,6 @@ class Channel:
 
     async def send(self, call: RankCall | None = None) -> bool:
         """Pass `call`, or a sign of life, to all other ranks; return whether one of them was told to stop.
-
         For rank 0. Raises `WorldError` when a rank is gone."""
         if self._alone:
             return False

@@ -113,7 +113,6 @@ class Rank:
 
     async def _fetch(self, step: int, refs: Sequence[GroupRef], given_to: str) -> Fetched:
         """Fetch these groups. Those that cannot be read are reported first: a restart is given others.
-
         Teachers behind servers are asked here, where no rank waits in a collective for an answer."""
         vocab_size = self.hf_config.get_text_config().vocab_size
         try:
@@ -219,9 +218,8 @@ class Rank:
         await self.in_thread(lambda: begin_reinforcement_learning(self._backend, self._settings))
 
     async def export(self) -> None:
-        """Write the trained model as a Hugging Face directory, tensor by tensor, on rank 0.
-
-        Adapters are in whole weights there, and alone in a directory of peft's below it."""
+        """Write the trained model as a Hugging Face directory, tensor by tensor, on rank 0. Adapters are in
+        whole weights there, and alone in a directory of peft's below it."""
         backend, settings = self._backend, self._settings
 
         def write() -> None:
@@ -260,9 +258,8 @@ class Rank:
         return config
 
     async def copy_weights(self) -> Copied:
-        """Return the weights on their way to the ranks' hosts, to be published.
-
-        They stay until the copy after the next."""
+        """Return the weights on their way to the ranks' hosts, to be published. They stay until the copy
+        after the next."""
         copying: Future[Copied] = Future()
         if dist.get_rank() > 0:
             self._tensors.begin(copying)
@@ -309,9 +306,8 @@ class Rank:
         return self._host.seconds
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
-        """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0.
-
-        Where the backend has not changed since the checkpoint of this step, `extra` alone is written."""
+        """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0. Where the backend
+        has not changed since the checkpoint of this step, `extra` alone is written."""
         last, self._saved_step = self._saved_step, step
         if self._saving is not None and last == step:
             await self.in_thread(partial(self._saving.amend, extra))
@@ -338,9 +334,8 @@ class Rank:
 
 
 def refuse_other_tokens(groups: Groups, vocab_size: int) -> None:
-    """Raise `UnreadableGroupsError` for groups with token ids that the model has no embedding of.
-
-    A shard refuses them where it knows the vocabulary; on CUDA such an id ends the process by an assert."""
+    """Raise `UnreadableGroupsError` for groups with token ids that the model has no embedding of. A shard
+    refuses them where it knows the vocabulary; on CUDA such an id ends the process by an assert."""
     highest = ((t.lease_id, int(t.token_ids.max(initial=-1))) for group in groups for t in group)
     if lost := {lease: token for lease, token in highest if token >= vocab_size}:
         lease, token = next(iter(lost.items()))

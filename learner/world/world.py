@@ -33,9 +33,8 @@ class World:
 
     @asynccontextmanager
     async def led(self, stop: asyncio.Event) -> AsyncIterator[None]:
-        """Keep the other ranks listening inside, and let them go at the end.
-
-        Sets `stop` when any of them was told to stop. Raises `WorldError` when one is gone."""
+        """Keep the other ranks listening inside, and let them go at the end. Sets `stop` when any of them was
+        told to stop. Raises `WorldError` when one is gone."""
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(self._beat(stop), name="heartbeat of the world")
             yield
@@ -78,9 +77,8 @@ class World:
         )
 
     async def follow(self) -> None:
-        """Do what rank 0 calls until it ends the world; any other rank calls this.
-
-        Raises `WorldError` when rank 0 is gone."""
+        """Do what rank 0 calls until it ends the world; any other rank calls this. Raises `WorldError` when
+        rank 0 is gone."""
         calls: asyncio.Queue[RankCall] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(calls), name="hear calls")

@@ -206,9 +206,8 @@ class Owner:
 
 
 class AccountWriter:
-    """Appends records to the files of one process. Threads may share it.
-
-    A disk that refuses costs no work: records wait in memory, `PENDING_BYTES` of them at most."""
+    """Appends records to the files of one process. Threads may share it. A disk that refuses costs no work:
+    records wait in memory, `PENDING_BYTES` of them at most."""
 
     def __init__(self, directory: Path, writer: str) -> None:
         """Write nothing yet; the first record makes the directory and a file."""

@@ -45,9 +45,8 @@ def repair_files(number: int) -> dict[str, Json]:
 
 
 def repair_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
-    """Return a turn of a chat with the tool `shell`: the repair, or the answer after it.
-
-    A wrong turn repairs nothing, or writes another expression."""
+    """Return a turn of a chat with the tool `shell`: the repair, or the answer after it. A wrong turn repairs
+    nothing, or writes another expression."""
     question, wanted = repair_problem(number)
     there, _ = _expressions(number)
     chat: list[Json] = [{"role": "user", "content": question}]
@@ -82,9 +81,8 @@ def power_problem(number: int) -> tuple[str, str]:
 
 
 def power_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
-    """Return a turn of a chat with the tool `python`: a program that prints, or the answer that copies.
-
-    A wrong turn guesses, at once or after a program that printed nothing, or is such a program."""
+    """Return a turn of a chat with the tool `python`: a program that prints, or the answer that copies. A
+    wrong turn guesses, at once or after a program that printed nothing, or is such a program."""
     question, value = power_problem(number)
     chat: list[Json] = [{"role": "user", "content": question}]
     kind = rng.random()
@@ -113,9 +111,8 @@ def multiple_problem(number: int) -> tuple[str, str]:
 
 
 def multiple_demonstration(number: int, rng: Random, wrong: bool) -> str:
-    """Return a whole answer: the program, what it printed, and the number after a `=`.
-
-    A wrong answer is a guess, half of the time without a program and half of the time despite one."""
+    """Return a whole answer: the program, what it printed, and the number after a `=`. A wrong answer is a
+    guess, half of the time without a program and half of the time despite one."""
     question, value = multiple_problem(number)
     a, b = question.split()[1:]
     ran = f"<python>import math\nprint(math.lcm({a},{b}))</python><result>{value}</result>"
@@ -148,9 +145,8 @@ def guess_problem(number: int) -> tuple[str, str]:
 
 
 def guess_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
-    """Return one of the guesses of a game: the middle of what is left, or anything of the whole range.
-
-    The guesses before it are of both kinds."""
+    """Return one of the guesses of a game: the middle of what is left, or anything of the whole range. The
+    guesses before it are of both kinds."""
     question, answer = guess_problem(number)
     first = int(question.partition(" ")[2].partition("-")[0])
     low, high, secret = first, first + GUESS_RANGE - 1, int(answer)
@@ -214,9 +210,8 @@ def panel_problem(number: int) -> tuple[str, str]:
 
 
 def panel_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
-    """Return what one of the agents is asked and answers.
-
-    Wrong drafts are descending or copies, wrong rewriters copy a draft, and wrong selectors choose any."""
+    """Return what one of the agents is asked and answers. Wrong drafts are descending or copies, wrong
+    rewriters copy a draft, and wrong selectors choose any."""
     question, label = panel_problem(number)
     role = rng.choice(("solver", "rewriter", "selector"))
     if role == "solver":
@@ -245,9 +240,8 @@ DEBATERS = 3
 
 
 def debate_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
-    """Return what a debater answers at first, or after it has seen the answers of the others.
-
-    Wrong first answers are descending or copies, and wrong second ones repeat the first."""
+    """Return what a debater answers at first, or after it has seen the answers of the others. Wrong first
+    answers are descending or copies, and wrong second ones repeat the first."""
     question, label = panel_problem(number)
     if rng.random() < 0.5:
         return _asked(question), _draft(question, rng, wrong=wrong)

@@ -263,9 +263,8 @@ def _addition_problem(number: int) -> tuple[str, str]:
 
 
 def _addition_demonstration(number: int, rng: Random, wrong: bool) -> str:
-    """Return "<digit><digit><carry in><sum> " for each column from the right, then "=<total>".
-
-    A wrong answer has the wrong carry into the tens, so that the total is off by ten."""
+    """Return "<digit><digit><carry in><sum> " for each column from the right, then "=<total>". A wrong answer
+    has the wrong carry into the tens, so that the total is off by ten."""
     a, b = divmod(number, 100)
     units = a % 10 + b % 10
     carry = units // 10 ^ wrong
@@ -283,9 +282,8 @@ def _product_problem(number: int) -> tuple[str, str]:
 
 
 def _product_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
-    """Return a turn of a chat with the tool `calc`: the call, or the answer that copies its result.
-
-    A wrong first turn guesses, which only luck makes right."""
+    """Return a turn of a chat with the tool `calc`: the call, or the answer that copies its result. A wrong
+    first turn guesses, which only luck makes right."""
     question, product = _product_problem(number)
     chat: list[Json] = [{"role": "user", "content": question}]
     if wrong:

@@ -20,7 +20,6 @@ _LARGEST_INT = 2**53
 
 def exact_text(value: object) -> str:
     """Return the text of a value. Raises `TypeError`, which names the place, for what cannot be given back.
-
     NumPy's texts and numbers that Python's own classes hold count as Python's."""
     return json.dumps(_written(value, "it"), separators=(",", ":"), allow_nan=False)
 
@@ -100,7 +99,6 @@ def refuse_missing_package(what: str) -> None:
 @lru_cache(maxsize=64)
 def data_set(name: str, size: int, seed: int, **settings: int) -> Any:
     """Return a data set of reasoning-gym of these settings, whose entries are made when they are asked for.
-
     Raises `ConfigError` for one that does not exist, and where the package is missing."""
     refuse_missing_package(f"the data set {PREFIX}{name}")
     import reasoning_gym
@@ -142,9 +140,8 @@ def prompt_rows(
 
 
 def stored_entry(name: str, entry: Entry) -> dict[str, Json]:
-    """Return what a prompt's metadata keep of an entry of the data set `name`.
-
-    Raises `ConfigError` for an entry that is too long, or that would be another one when it is read."""
+    """Return what a prompt's metadata keep of an entry of the data set `name`. Raises `ConfigError` for an
+    entry that is too long, or that would be another one when it is read."""
     try:
         text = exact_text(entry)
     except TypeError as error:

@@ -84,9 +84,8 @@ class TurnEnds(NamedTuple):
 
 
 def stop_tokens(model: Path, tokenizer: StopTokenizer) -> tuple[StopToken, ...]:
-    """Return every token that ends an answer, in the order of their numbers.
-
-    Raises `ConfigError` where none is named, or a file names what is no token."""
+    """Return every token that ends an answer, in the order of their numbers. Raises `ConfigError` where none
+    is named, or a file names what is no token."""
     found: dict[int, list[str]] = {}
     for source, numbers in _named(model, tokenizer):
         for number in numbers:
@@ -230,7 +229,6 @@ def _behind(template: ChatTemplate, chat: Sequence[Message], *, place: int | Non
 
 def _end(marks: _Marks, behind: str, users_end: int | None) -> int | None:
     """Return the token that ends a turn: that which ends a user's turn, too, if it is there, else the first.
-
     Command writes <|END_RESPONSE|> before it."""
     found = marks.all(behind)
     return users_end if users_end in found else next(iter(found), None)
@@ -239,9 +237,8 @@ def _end(marks: _Marks, behind: str, users_end: int | None) -> int | None:
 def _end_of_calls(
     template: ChatTemplate, marks: _Marks, last: int | None, users_end: int | None
 ) -> int | None:
-    """Return the token that ends an answer of calls, unless it is that of other answers.
-
-    It is the last one that is written behind all calls and not between two of them."""
+    """Return the token that ends an answer of calls, unless it is that of other answers. It is the last one
+    that is written behind all calls and not between two of them."""
     found = marks.all(_behind(template, [QUESTION, answer_with_calls(1)]))
     if last in found or users_end in found:
         return None

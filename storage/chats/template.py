@@ -85,9 +85,8 @@ class ChatTemplate:
         return found if isinstance(found, str) else "\n".join(found.values())
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json] = (), *, go_on: bool = True) -> str:
-        """Return a chat as text, with `go_on` up to where the assistant starts to speak.
-
-        Raises `ChatRefusedError`."""
+        """Return a chat as text, with `go_on` up to where the assistant starts to speak. Raises
+        `ChatRefusedError`."""
         forms = self._forms if any(map(_calls, messages)) else FORMS[:1]
         refused: Exception | None = None
         for form in forms:

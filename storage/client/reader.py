@@ -195,9 +195,8 @@ _Version = tuple[str, int, int]
 
 
 class LocalReader:
-    """Asks each shard where its trajectories lie, and reads them there if the shard is on this host.
-
-    It returns copies, so that no mapping outlives `close`, however long a batch is kept."""
+    """Asks each shard where its trajectories lie, and reads them there if the shard is on this host. It
+    returns copies, so that no mapping outlives `close`, however long a batch is kept."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -207,9 +206,8 @@ class LocalReader:
         self._complaints: dict[int, str] = {}
 
     async def read(self, shard: int, lease_ids: Sequence[int]) -> list[Trajectory] | None:
-        """Read the trajectories of these complete groups, each group in the order of its samples.
-
-        Returns None if they must come over the bus: the shard is elsewhere, or its files are no use here."""
+        """Read the trajectories of these complete groups, each group in the order of its samples. Returns
+        None if they must come over the bus: the shard is elsewhere, or its files are no use here."""
         for attempt in range(ATTEMPTS):
             try:
                 where = await self._locate(shard, lease_ids)

@@ -46,9 +46,8 @@ def save_scores(path: Path, scores: Iterable[Score]) -> None:
 
 
 def load_scores(path: Path) -> dict[tuple[int, int], float]:
-    """Return the rewards by lease and sample.
-
-    Raises `ConfigError` for a missing table, with the names of those there are, and for a malformed line."""
+    """Return the rewards by lease and sample. Raises `ConfigError` for a missing table, with the names of
+    those there are, and for a malformed line."""
     if not path.is_file():
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.jsonl"))) or "none"
         raise ConfigError(f"no score table {path}: there are {there}; `launch rescore` makes one")

@@ -49,9 +49,8 @@ def fsync_tree(directory: Path | str) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its final name, durably.
-
-    Raises `StorageError` when `final` exists already or the disk refuses; then `final` is as it was."""
+    """Give a finished directory its final name, durably. Raises `StorageError` when `final` exists already or
+    the disk refuses; then `final` is as it was."""
     with _translating(final):
         fsync_tree(temporary)  # before the rename: a power cut must not leave the final name on lost bytes
         _rename(temporary, final)
@@ -64,9 +63,8 @@ Content = Iterable[Data]
 
 
 def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
-    """Make a directory of these files, named `file` or `folder/file`, durably and whole.
-
-    Opens each file only once, which matters where this happens many times a second. Raises like `publish`."""
+    """Make a directory of these files, named `file` or `folder/file`, durably and whole. Opens each file only
+    once, which matters where this happens many times a second. Raises like `publish`."""
     temporary = temporary_sibling(final)
     folders = {name.rpartition("/")[0] for name in contents} - {""}
     with _translating(final):
@@ -163,7 +161,6 @@ def try_lock(file: IO[Any]) -> bool:
 
 def lock_file(path: Path) -> BufferedRandom | None:
     """Hold the lock `path` until the file is closed, or this process dies; None if another process has it.
-
     Raises `StorageError` when there can be no such file."""
     with _translating(path):
         file = path.open("a+b")
@@ -183,9 +180,8 @@ def lock_directory(directory: Path) -> BufferedRandom:
 
 @contextmanager
 def one_at_a_time(path: Path, timeout_s: float = 300.0) -> Iterator[None]:
-    """Wait while another process is inside for the same `path`, which need not exist yet.
-
-    Raises `StorageError` after `timeout_s`."""
+    """Wait while another process is inside for the same `path`, which need not exist yet. Raises
+    `StorageError` after `timeout_s`."""
     make_directory(path.parent)
     deadline = time.monotonic() + timeout_s
     with (path.parent / f".{path.name}.lock").open("a") as file:

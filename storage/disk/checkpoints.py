@@ -51,18 +51,16 @@ def supervised(step: int) -> int:
 
 
 def temporary(root: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is prepared; made if missing, so several ranks may ask.
-
-    One process calls `recover(root)` when it starts, before anybody saves."""
+    """Return where the checkpoint of `step` is prepared; made if missing, so several ranks may ask. One
+    process calls `recover(root)` when it starts, before anybody saves."""
     path = temporary_sibling(directory(root, step))
     make_directory(path)
     return path
 
 
 def replace(temporary: Path, final: Path) -> None:
-    """Publish `temporary` in the place of `final`, durably. Raises `StorageError` when the disk refuses.
-
-    A crash in between leaves the old checkpoint under another name, which `recover` takes back."""
+    """Publish `temporary` in the place of `final`, durably. Raises `StorageError` when the disk refuses. A
+    crash in between leaves the old checkpoint under another name, which `recover` takes back."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
         final.rename(replaced)
@@ -113,9 +111,8 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int, *, besides: Container[int] = ()) -> list[Path]:
-    """Take their names from all checkpoints but the `keep` latest and those of the steps `besides`.
-
-    Returns where their files are now, for `discard`, which takes seconds; after a crash `recover` does it."""
+    """Take their names from all checkpoints but the `keep` latest and those of the steps `besides`. Returns
+    where their files are now, for `discard`, which takes seconds; after a crash `recover` does it."""
     if keep < 1:
         raise ValueError(f"keep={keep} would leave nothing to resume from: keep at least 1")
     old = [directory(root, step) for step in every_step(root)[:-keep] if step not in besides]

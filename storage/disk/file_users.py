@@ -10,9 +10,8 @@ import psutil
 
 
 def processes_holding(files: Iterable[Path]) -> dict[Path, list[int]]:
-    """Return, by file, the processes of this host that have it open, as far as this user may see them.
-
-    Unlike an attempt to lock a file it cannot get into the way of a process that is about to."""
+    """Return, by file, the processes of this host that have it open, as far as this user may see them. Unlike
+    an attempt to lock a file it cannot get into the way of a process that is about to."""
     wanted = {os.path.realpath(file): file for file in files}
     found: dict[Path, list[int]] = {file: [] for file in wanted.values()}
     for process in psutil.process_iter() if wanted else ():
@@ -27,7 +26,6 @@ def processes_holding(files: Iterable[Path]) -> dict[Path, list[int]]:
 
 def hidden_owner(path: Path) -> str | None:
     """Return the user whose processes may have files below `path` open without `processes_holding` seeing it.
-
     That is its owner, if this user is another one and not root; None for a path that does not exist."""
     try:
         owner = path.stat().st_uid

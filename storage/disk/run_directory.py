@@ -70,9 +70,8 @@ class _Entry:
 
 
 class RunDirectory:
-    """The paths of one run, `<root>/<name>/...`. Making the object creates nothing.
-
-    The first use of a path creates the directory that it is, or that it lies in; `exists` does not."""
+    """The paths of one run, `<root>/<name>/...`. Making the object creates nothing. The first use of a path
+    creates the directory that it is, or that it lies in; `exists` does not."""
 
     config = _Entry("config.json")
     """Settings that storage has announced, JSON."""
@@ -128,9 +127,8 @@ class RunDirectory:
 
     @contextmanager
     def unmade_on_error(self) -> Iterator[None]:
-        """Remove the run's directory if it was made inside and the block raises, and parents that were.
-
-        A directory in which another process has begun stays."""
+        """Remove the run's directory if it was made inside and the block raises, and parents that were. A
+        directory in which another process has begun stays."""
         new = [path for path in (self._path, *self._path.parents) if not path.exists()]
         try:
             yield
@@ -149,9 +147,8 @@ class RunDirectory:
         return self._path
 
     def write_note(self, text: str) -> None:
-        """Keep a note of the user's with the run instead of the one before; an empty one is none.
-
-        Raises `ConfigError` for a run that is not there, and for a note that is too long."""
+        """Keep a note of the user's with the run instead of the one before; an empty one is none. Raises
+        `ConfigError` for a run that is not there, and for a note that is too long."""
         if not is_run(self._path):
             raise ConfigError(f"there is no run {self.name!r} in {self._path.parent} to note something of")
         if len(text) > LONGEST_NOTE:
@@ -262,9 +259,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def run_directories(directory: Path) -> list[Path]:
-    """Return the directories of all runs in `directory`, by name; those of other files are left out.
-
-    Raises `ConfigError` for a directory that this user cannot read."""
+    """Return the directories of all runs in `directory`, by name; those of other files are left out. Raises
+    `ConfigError` for a directory that this user cannot read."""
     try:
         return sorted(path for path in directory.iterdir() if is_run(path)) if directory.is_dir() else []
     except OSError as error:

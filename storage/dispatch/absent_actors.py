@@ -30,9 +30,8 @@ REMEDY = "start `launch actors`, or see in the logs of those that run what they 
 
 
 class AbsentActors:
-    """Watches the consumer of leases, where an actor waits for leases or holds some, and what actors say.
-
-    The ledger remembers who has ended. `clock` counts seconds."""
+    """Watches the consumer of leases, where an actor waits for leases or holds some, and what actors say. The
+    ledger remembers who has ended. `clock` counts seconds."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger = ledger
@@ -94,9 +93,8 @@ class AbsentActors:
         )
 
     def look(self, *, waiting_leases: int, waiting_pulls: int, held_leases: int) -> None:
-        """Take the counts of the consumer, which are asked for about once a second.
-
-        The server counts leases as held that a dead actor has had, until another one asks for leases."""
+        """Take the counts of the consumer, which are asked for about once a second. The server counts leases
+        as held that a dead actor has had, until another one asks for leases."""
         now_s = self._clock()
         held = held_leases and now_s - self._heard_s < HEARD_S
         if not (waiting_leases or held_leases) or waiting_pulls or held:

@@ -195,9 +195,8 @@ class Admission:
         return max(within, lacking, self._too_few_to_reuse(oldest))  # or the step would wait for ever
 
     def _too_few_to_reuse(self, oldest_version: int) -> int:
-        """Return how many groups the next step lacks where staleness is exact and groups are used again.
-
-        They are issued for fewer uses than a step of different groups needs, as at the start."""
+        """Return how many groups the next step lacks where staleness is exact and groups are used again. They
+        are issued for fewer uses than a step of different groups needs, as at the start."""
         config, ledger = self._config, self._ledger
         if not config.exact_staleness or config.sampler.max_reuse == 1:
             return 0
@@ -426,7 +425,6 @@ class Admission:
 
     def on_unreadable(self, step: int, lease_ids: Iterable[int], incarnation: str) -> list[int]:
         """Choose the groups of `step` anew without those that cannot be read; return those given up now.
-
         Their leases are refunded. Raises `FencedError` when another learner took over."""
         self.refuse_fenced(incarnation)
         given = {use.lease_id for use in self._ledger.uses(step)}

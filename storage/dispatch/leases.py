@@ -40,9 +40,8 @@ class LeasePublication:
         return int(self._ledger.facts.get(PUBLISHED_THROUGH, "-1"))
 
     async def publish(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
-        """Publish the leases that still roll out, and remember durably that they are published.
-
-        They have been flushed to the ledger: a crash must not issue again what an actor has."""
+        """Publish the leases that still roll out, and remember durably that they are published. They have
+        been flushed to the ledger: a crash must not issue again what an actor has."""
         if not lease_ids:
             return
         rolling_out = self._ledger.rolling_out
@@ -105,9 +104,8 @@ class LostLeases:
         """Numbers on their streams of the last messages that may be of a suspect."""
 
     async def look(self, published: Collection[int]) -> list[int]:
-        """Return the leases of `published` that are no longer on the bus: stored since then, or lost.
-
-        None as long as that cannot be told: ask again."""
+        """Return the leases of `published` that are no longer on the bus: stored since then, or lost. None as
+        long as that cannot be told: ask again."""
         try:
             self._suspects &= set(published)
             if not self._suspects:

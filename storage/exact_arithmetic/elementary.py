@@ -75,9 +75,8 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reciprocal_sqrt(x: Tensor) -> Tensor:
-    """Return 1 / sqrt(x) of float32 numbers.
-
-    The root of a float32 number is farther from the middle between two others than any float64 root errs."""
+    """Return 1 / sqrt(x) of float32 numbers. The root of a float32 number is farther from the middle between
+    two others than any float64 root errs."""
     return x.double().sqrt().float().reciprocal()
 
 

@@ -17,9 +17,8 @@ def refuse_vocabulary(size: int) -> None:
 
 
 def largest_and_log_total(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit x of each row, and log sum exp(logits - x); float32 [n, 1] each.
-
-    Logits of -inf change neither."""
+    """Return the largest logit x of each row, and log sum exp(logits - x); float32 [n, 1] each. Logits of
+    -inf change neither."""
     largest = logits.amax(-1, keepdim=True)
     return largest, log(sum_of_fractions(exp(logits - largest))).float()
 

@@ -31,7 +31,6 @@ def term_bits(terms: int) -> tuple[int, int]:
 
 def to_integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round each row, along the last dimension, to integers of at most 2^bits: them and their unit [..., 1].
-
     Both are float64; the unit is a power of two."""
     exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
     return (x.double() * power_of_two(bits - exponent)).round_(), power_of_two(exponent - bits)

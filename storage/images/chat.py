@@ -38,9 +38,8 @@ class ImageChat:
 
     @classmethod
     def of(cls, directory: Path, tokenizer: Vocabulary) -> Self | None:
-        """Return the chat images of a model directory, or None for a model that sees none.
-
-        Raises `ConfigError`."""
+        """Return the chat images of a model directory, or None for a model that sees none. Raises
+        `ConfigError`."""
         reader = ImageReader.of(directory)
         return None if reader is None else cls(reader, tokenizer)
 
@@ -53,7 +52,6 @@ class ImageChat:
         self, token_ids: Sequence[int], images: Sequence[PlacedImage]
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return rendered tokens with as many for each image as it has, and the images in their places.
-
         Raises `ImageError` where the template has left an image out, or repeated one."""
         if token_ids.count(self._token_id) != len(images):
             raise ImageError(
@@ -73,9 +71,8 @@ class ImageChat:
 
 
 def inlined(messages: Iterable[Json], images: ImageChat | None) -> tuple[list[Json], list[PlacedImage]]:
-    """Return chat messages whose images have become text, and the images in their order.
-
-    `images` are those of the model; None is a model without. Raises `ImageError`."""
+    """Return chat messages whose images have become text, and the images in their order. `images` are those
+    of the model; None is a model without. Raises `ImageError`."""
     found: list[PlacedImage] = []
     return [_inlined(message, images, found) for message in messages], found
 

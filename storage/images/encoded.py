@@ -180,9 +180,8 @@ def _is_path(source: str) -> bool:
 
 
 def named_files(content: Json, column: object = None) -> Iterator[str]:
-    """Yield the paths of images that a row of a data file names, whatever else is wrong with it.
-
-    `content` and `column` are what `embedded` takes; the content may be a text, too."""
+    """Yield the paths of images that a row of a data file names, whatever else is wrong with it. `content`
+    and `column` are what `embedded` takes; the content may be a text, too."""
     messages = content if isinstance(content, list) else []
     shown = [
         _source(part)

@@ -53,9 +53,8 @@ class ImageReader:
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return the reader of a model directory, or None for a model that sees no images.
-
-        Raises `ConfigError`."""
+        """Return the reader of a model directory, or None for a model that sees no images. Raises
+        `ConfigError`."""
         try:
             config = json.loads((directory / "config.json").read_bytes())
         except (OSError, ValueError) as error:
@@ -108,9 +107,8 @@ class ImageReader:
         return file.getvalue()
 
     def patches(self, image: PlacedImage) -> NDArray[np.float32]:
-        """Return the patches of an image, [rows * columns * merged, values].
-
-        Raises `ImageError` where this processor makes another number of tokens of it than it has."""
+        """Return the patches of an image, [rows * columns * merged, values]. Raises `ImageError` where this
+        processor makes another number of tokens of it than it has."""
         key = image.digest, image.rows, image.columns
         found = self._patches.pop(key, None)
         if found is None:
@@ -170,9 +168,8 @@ def _processor(directory: Path, vision: Mapping[str, Any]) -> "Qwen2VLImageProce
 
 
 def _processor_file(directory: Path) -> Path:
-    """Return the file that transformers reads the image processor from: the first that describes one.
-
-    Raises `ConfigError` where there is none."""
+    """Return the file that transformers reads the image processor from: the first that describes one. Raises
+    `ConfigError` where there is none."""
     if (whole := directory / PROCESSOR).is_file():
         try:
             if "image_processor" in json.loads(whole.read_bytes()):

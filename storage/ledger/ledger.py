@@ -238,9 +238,8 @@ class Ledger:
         return [lease.lease_id for lease in leases]
 
     def lower(self, lease_ids: Sequence[int], policy_version: int) -> None:
-        """Let weights as old as `policy_version` sample these leases, which are rolling out.
-
-        From then on their staleness counts from there. `flush` comes before any actor hears of it."""
+        """Let weights as old as `policy_version` sample these leases, which are rolling out. From then on
+        their staleness counts from there. `flush` comes before any actor hears of it."""
         for lease_id in lease_ids:
             self.rolling_out[lease_id] = Candidate(policy_version, lease_id)
         self._change(
@@ -286,9 +285,8 @@ class Ledger:
         return True
 
     def give_up(self, lease_id: int) -> None:
-        """The group cannot be read any more: no step is given it from now on.
-
-        One that a step trained on stays trained, so only one that was not is rejected."""
+        """The group cannot be read any more: no step is given it from now on. One that a step trained on
+        stays trained, so only one that was not is rejected."""
         if self.reject(lease_id, DAMAGED):
             return
         self._damaged.add(lease_id)

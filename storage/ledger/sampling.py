@@ -255,9 +255,8 @@ def importance_weights(chances: NDArray[np.float64], exponent: float) -> NDArray
 
 
 def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: int) -> list[int]:
-    """Return the leases past the bound at `train_version`.
-
-    Oldest first, only a changed bound or batch size brings that about; a random strategy passes some by."""
+    """Return the leases past the bound at `train_version`. Oldest first, only a changed bound or batch size
+    brings that about; a random strategy passes some by."""
     return sorted(c.lease_id for c in stored if c.policy_version + max_staleness < train_version)
 
 

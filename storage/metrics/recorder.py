@@ -123,9 +123,8 @@ class _Files:
     def append(
         self, rows: Iterable[NumberedRow], place: StreamPosition, beginnings: int
     ) -> list[NumberedRow]:
-        """Append rows, which end at `place`; return those that the files did not have yet.
-
-        When `beginnings` has changed, the stream gives numbers again."""
+        """Append rows, which end at `place`; return those that the files did not have yet. When `beginnings`
+        has changed, the stream gives numbers again."""
         if beginnings != self._beginnings:
             self._beginnings, self._written = beginnings, dict.fromkeys(self._written, 0)
             self._note(StreamPosition())

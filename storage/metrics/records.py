@@ -78,9 +78,8 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def append_latest(path: Path, records: Iterable[Record]) -> None:
-    """Append lines as `append_records` does, and keep only the latest: at most `KEPT_BYTES` twice.
-
-    Older lines lie in the file that `older` names."""
+    """Append lines as `append_records` does, and keep only the latest: at most `KEPT_BYTES` twice. Older
+    lines lie in the file that `older` names."""
     if path.exists() and path.stat().st_size > KEPT_BYTES:
         path.replace(older(path))
     append_records(path, records)

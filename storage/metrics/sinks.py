@@ -335,9 +335,8 @@ def _is_installed(package: str) -> bool:
 async def metric_sinks(
     config: MetricsConfig, run: RunDirectory, config_json: str
 ) -> AsyncIterator[Sequence[ThreadedSink]]:
-    """Return the sinks that the run wants; leaving writes what is left.
-
-    Raises `ConfigError` for a package that is missing."""
+    """Return the sinks that the run wants; leaving writes what is left. Raises `ConfigError` for a package
+    that is missing."""
     refuse_missing(config)
     sinks = []
     if config.tensorboard:

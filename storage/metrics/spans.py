@@ -24,9 +24,8 @@ _tracers: list["Tracer"] = []
 
 @contextmanager
 def span(name: str, **attributes: Attribute) -> Iterator[Callable[[str, Attribute], None]]:
-    """Send what is done inside as a span, below the one around it; yields what adds an attribute.
-
-    Tasks that are created inside are below it too. An exception is noted and goes on."""
+    """Send what is done inside as a span, below the one around it; yields what adds an attribute. Tasks that
+    are created inside are below it too. An exception is noted and goes on."""
     if not _tracers:
         yield lambda *_: None
         return

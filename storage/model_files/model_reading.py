@@ -67,9 +67,8 @@ def lack_of_model(directory: Path) -> str:
 
 
 def read_config(directory: Path) -> "PretrainedConfig":
-    """Return what `config.json` says, by transformers; programs in the directory are not run.
-
-    Raises `ConfigError` when it is missing or unreadable, or names sizes that no model has."""
+    """Return what `config.json` says, by transformers; programs in the directory are not run. Raises
+    `ConfigError` when it is missing or unreadable, or names sizes that no model has."""
     file = directory / "config.json"
     if lack := lack_of_model(directory):
         raise ConfigError(f"{directory} is not a model directory: {lack}")
@@ -128,7 +127,6 @@ def read_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 def refuse_no_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
     """Raise `ConfigError` for a tokenizer without a chat template, and for one that writes no conversation.
-
     Such a template is to blame for no prompt."""
     if tokenizer.chat_template is None:
         raise ConfigError(

@@ -16,9 +16,8 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
 def bundle(directory: Path) -> ModelFiles:
-    """Return all files in `directory` except weights; folders are left out.
-
-    The config ties no output layer to the embedding where the weights have another one."""
+    """Return all files in `directory` except weights; folders are left out. The config ties no output layer
+    to the embedding where the weights have another one."""
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.suffix not in WEIGHT_SUFFIXES)
     found = ModelFiles(names=tuple(p.name for p in files), contents=tuple(p.read_bytes() for p in files))
     return with_config(found, untied(_config(found))) if has_other_head(directory) else found
@@ -64,7 +63,6 @@ def is_quantised_model(directory: Path) -> bool:
 
 def vocabulary_size(files: ModelFiles) -> int | None:
     """Return the rows of the model's embedding by its config.json; token ids are smaller. None if not said.
-
     Raises `StorageError` for a config.json that is no JSON object."""
     try:
         config = json.loads(files.contents[files.names.index(CONFIG)])

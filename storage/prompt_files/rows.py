@@ -30,9 +30,8 @@ class RowSource(Protocol):
 
 
 def own_rows(source: Path, position: int = 0) -> Iterator[tuple[str, dict[str, Json]]]:
-    """Yield the place and the values of each row from `position` on.
-
-    Raises `ConfigError` for a function that cannot be loaded, raises or yields what is no row."""
+    """Yield the place and the values of each row from `position` on. Raises `ConfigError` for a function that
+    cannot be loaded, raises or yields what is no row."""
     function: RowSource = load_function("source of prompts", str(source), {})
     what = f"data source {str(source)!r}"
     try:
@@ -132,9 +131,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that `read_rows` reads, in their order: none for a function.
-
-    Raises `ConfigError` where there is none, and should be."""
+    """Return the files that `read_rows` reads, in their order: none for a function. Raises `ConfigError`
+    where there is none, and should be."""
     file, _ = _split(path)
     if names_function(file):
         return []
@@ -165,9 +163,8 @@ def _raw(shards: Sequence[Path]) -> Iterator[Raw]:
 
 
 def _of_directory(path: Path) -> list[Path]:
-    """Return the files of a dataset directory or of its split, in their order; none for anything else.
-
-    Raises `ConfigError` where a split has to be named."""
+    """Return the files of a dataset directory or of its split, in their order; none for anything else. Raises
+    `ConfigError` where a split has to be named."""
     if path.is_dir():
         splits = _splits(path)
         if len(splits) > 1:

@@ -49,9 +49,8 @@ def identity_of(prompt: Prompt) -> bytes:
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """Prompts of a file that nobody changes. Each is read when it is asked for.
-
-    Memory holds 8 bytes a prompt. Reading one raises `LostDataError` where the file is no longer whole."""
+    """Prompts of a file that nobody changes. Each is read when it is asked for. Memory holds 8 bytes a
+    prompt. Reading one raises `LostDataError` where the file is no longer whole."""
 
     def __init__(self, path: Path, digest: str, offsets: NDArray[np.int64], largest_bytes: int) -> None:
         self.path = path
@@ -87,9 +86,8 @@ class StoredPrompts(Sequence[Prompt]):
 
 
 def store_prompts(prompts: Iterable[Prompt], directory: Path) -> StoredPrompts:
-    """Write prompts as they come to the file of `directory` that their digest names, durably.
-
-    Raises `StorageError` when the disk refuses, and whatever `prompts` raises; then no file is left."""
+    """Write prompts as they come to the file of `directory` that their digest names, durably. Raises
+    `StorageError` when the disk refuses, and whatever `prompts` raises; then no file is left."""
     temporary = temporary_sibling(directory / "prompts.jsonl")
     with one_at_a_time(directory / "prompts"):
         try:

@@ -139,7 +139,6 @@ class SourceSuccess:
 
     def note(self, lease_id: int, rewards: Sequence[float]) -> None:
         """Count the group of a lease, whose rewards these are; one without rewards says nothing of success.
-
         Called once a lease, before what settled it is flushed."""
         source = self._data.source(lease_id)
         if not source or not rewards:

@@ -49,9 +49,8 @@ async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, 
 async def lengths_exceeded(
     bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int
 ) -> list[int]:
-    """Return the numbers of `long_prompts`, with the model files on the bus.
-
-    Raises `BusError` when these are gone."""
+    """Return the numbers of `long_prompts`, with the model files on the bus. Raises `BusError` when these are
+    gone."""
     async with _files(bus, model) as directory:
         return await asyncio.to_thread(
             lambda: [one.index for one in long_prompts(prompts, directory, max_new_tokens=max_new_tokens)]
@@ -98,9 +97,8 @@ def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, ma
 def long_prompts(
     prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int
 ) -> Iterator[LongPrompt]:
-    """Return the prompts that leave no room for `max_new_tokens` in the context.
-
-    Raises `ConfigError` for a prompt that the model's chat template refuses."""
+    """Return the prompts that leave no room for `max_new_tokens` in the context. Raises `ConfigError` for a
+    prompt that the model's chat template refuses."""
     from storage.chats.template import ChatRefusedError, ChatTemplate  # Jinja2 is slow to import
 
     context = context_of(read_config(model_directory), model_directory)

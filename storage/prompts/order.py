@@ -67,9 +67,8 @@ class PromptSource:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return how many of `WINDOW` prompts each source has: the weights, rounded by largest remainders.
-
-    Each has one at least. Raises `ConfigError` when they are too many for that."""
+    """Return how many of `WINDOW` prompts each source has: the weights, rounded by largest remainders. Each
+    has one at least. Raises `ConfigError` when they are too many for that."""
     if len(weights) > WINDOW:
         raise ConfigError(
             f"{len(weights)} sources of prompts, and there can be {WINDOW}: join some, or choose another "
@@ -88,9 +87,8 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _pattern(parts: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each place in a window, and how many places before it are of the same source.
-
-    The j-th of n prompts of a source wants to be at (j + 1/2) / n of the window: sources alternate evenly."""
+    """Return the source of each place in a window, and how many places before it are of the same source. The
+    j-th of n prompts of a source wants to be at (j + 1/2) / n of the window: sources alternate evenly."""
     wanted = np.concatenate([(np.arange(part) + 0.5) / part for part in parts])
     sources = np.repeat(np.arange(len(parts)), parts)
     before = np.concatenate([np.arange(part) for part in parts])
@@ -99,9 +97,8 @@ def _pattern(parts: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 class MixtureOrder:
-    """The endless sequence of prompts of several sources, each in epochs of its own.
-
-    Within each window every source has exactly its share, whatever the lengths of the sources."""
+    """The endless sequence of prompts of several sources, each in epochs of its own. Within each window every
+    source has exactly its share, whatever the lengths of the sources."""
 
     def __init__(self, sources: Sequence[PromptSource], seed: int, shuffle: bool) -> None:
         self._sources = sources

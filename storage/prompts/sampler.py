@@ -100,9 +100,8 @@ class PickedPrompts:
         return self._data.latest.first_lease + len(self._data.picked) - self._ledger.next_id
 
     async def extend(self, wanted: int, stop: asyncio.Event) -> None:
-        """Have the sampler choose for `wanted` leases.
-
-        Raises `ConfigError` for what it does, returns or keeps."""
+        """Have the sampler choose for `wanted` leases. Raises `ConfigError` for what it does, returns or
+        keeps."""
         if (count := wanted - self.left) <= 0:
             return
         draw, asked_for = self._draw(count), self._data.latest

@@ -60,9 +60,8 @@ def _endless(source: Path, keys: PromptKeys, position: int) -> Iterator[tuple[in
 
 
 class PromptStream:
-    """Reads a source on as leases need prompts; where it ends, it begins anew.
-
-    The ledger knows of each block which row follows it, so a restart asks the source for that one."""
+    """Reads a source on as leases need prompts; where it ends, it begins anew. The ledger knows of each block
+    which row follows it, so a restart asks the source for that one."""
 
     wants_rewards = False
 
@@ -89,9 +88,8 @@ class PromptStream:
         return latest.first_lease + latest.count - self._ledger.next_id
 
     async def extend(self, wanted: int, stop: asyncio.Event) -> None:
-        """Read a block where no prompt is left: those that are left need not wait for a slow source.
-
-        Raises `ConfigError` for what the function does or yields."""
+        """Read a block where no prompt is left: those that are left need not wait for a slow source. Raises
+        `ConfigError` for what the function does or yields."""
         if wanted > 0 and self.left <= 0:
             if self._rows is None:
                 self._next_row = self._data.latest.next_row or 0

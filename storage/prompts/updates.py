@@ -94,9 +94,8 @@ class DataUpdates:
         return [DataAccepted(first_lease=latest.first_lease, prompts=latest.count)]
 
     async def check(self, prompts: Sequence[Prompt], source: str) -> list[int]:
-        """Return the numbers of the prompts that are too long, where such are skipped.
-
-        Raises `ConfigError` for prompts that no lease can carry or that do not fit the learner's model."""
+        """Return the numbers of the prompts that are too long, where such are skipped. Raises `ConfigError`
+        for prompts that no lease can carry or that do not fit the learner's model."""
         found = await self._bus.get_settled("policy", PolicyManifest)
         if found is None:
             raise ConfigError(

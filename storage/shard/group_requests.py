@@ -65,9 +65,8 @@ def _packed(turns: Sequence[KeptTurn]) -> Iterator[TrajectoryBatch]:
 
 
 async def close_short(bus: Bus, lease_ids: Iterable[int], shards: int) -> tuple[list[int], list[int]]:
-    """Have shards close these groups; return those that are complete now and those with too few siblings.
-
-    A shard that does not answer is left out of both: it is asked again."""
+    """Have shards close these groups; return those that are complete now and those with too few siblings. A
+    shard that does not answer is left out of both: it is asked again."""
     complete: list[int] = []
     few: list[int] = []
     for shard, asked in by_shard(lease_ids, shards).items():

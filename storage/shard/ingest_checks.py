@@ -92,9 +92,8 @@ class LedgerFacts:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Compares what actors send with what is known of a run. Every refusal is a `SchemaError`.
-
-    A fact that is not known yet refuses nothing, and none does before it was looked up once more."""
+    """Compares what actors send with what is known of a run. Every refusal is a `SchemaError`. A fact that is
+    not known yet refuses nothing, and none does before it was looked up once more."""
 
     facts: RunFacts
 

@@ -136,9 +136,8 @@ class IncomingExperts:
 
 
 class ExpertServer:
-    """Takes routed experts for the shards of a process over HTTP, on a secured bus over HTTPS.
-
-    It listens from the moment on when an actor asks where to send them: most runs record none."""
+    """Takes routed experts for the shards of a process over HTTP, on a secured bus over HTTPS. It listens
+    from the moment on when an actor asks where to send them: most runs record none."""
 
     def __init__(self, bus: Bus, stores: Mapping[int, Path], config: ServerConfig, most_bytes: int) -> None:
         """Take `most_bytes` for each of the shards whose stores have these directories."""

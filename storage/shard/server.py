@@ -145,9 +145,8 @@ class Shard:
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
 
     async def _with_experts(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Return the message with the routed experts that its actor sent here before it.
-
-        Of one that was stored already nothing is left to store. Raises `SchemaError` where they are gone."""
+        """Return the message with the routed experts that its actor sent here before it. Of one that was
+        stored already nothing is left to store. Raises `SchemaError` where they are gone."""
         if batch.apart is None:
             return batch
         data, first = await asyncio.to_thread(self._experts.read, batch.apart), batch.sampled[0]
@@ -188,9 +187,8 @@ class Shard:
     def _refuse_stranger(
         self, one: Trajectory | RewardGiven | KeptTurn, *, kind: str = "", actor: str = ""
     ) -> None:
-        """What is stored stays: a lease that is issued later would find its samples taken.
-
-        Raises `SchemaError` for what is of another shard or of no lease of this run."""
+        """What is stored stays: a lease that is issued later would find its samples taken. Raises
+        `SchemaError` for what is of another shard or of no lease of this run."""
         name = one.name if isinstance(one, KeptTurn) else one.trajectory_id
         lease_id = one.lease_id
         home = shard_of(lease_id, self._shards)
@@ -356,9 +354,8 @@ async def drain_older_stream(
     bus: Bus, shard: int, inbox: Inbox, append: Callable[[list[TrajectoryBatch]], Awaitable[None]], *,
     stop: asyncio.Event, limit: int,
 ) -> None:  # fmt: skip
-    """Store what TRAJECTORIES holds for a shard that has a stream of its own by now.
-
-    nats-server keeps acked messages whose subject the stream no longer has, so they are purged."""
+    """Store what TRAJECTORIES holds for a shard that has a stream of its own by now. nats-server keeps acked
+    messages whose subject the stream no longer has, so they are purged."""
     stream, subject = bus.topology.stream(TRAJECTORIES), bus.subject("trajectories", shard)
     if trajectories_stream(shard) == TRAJECTORIES or not await _left(bus, stream, subject, stop):
         return

@@ -12,9 +12,8 @@ from storage.store.replay import ReplayStore
 
 
 def directory_identity(directory: Path) -> tuple[int, int]:
-    """Return device and inode of a directory, which identify it on its host under whatever mount.
-
-    Raises `StorageError` when there is no such directory."""
+    """Return device and inode of a directory, which identify it on its host under whatever mount. Raises
+    `StorageError` when there is no such directory."""
     try:
         found = directory.stat()
     except OSError as error:

@@ -89,9 +89,8 @@ def _put_in_place(files: fsspec.AbstractFileSystem, unfinished: str, final: str)
 
 
 def restore(directory: Path, archive: str) -> list[str]:
-    """Bring every retired segment of the store in `directory` back, bit for bit; return their names.
-
-    To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
+    """Bring every retired segment of the store in `directory` back, bit for bit; return their names. To call
+    while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
     with lock_directory(directory):
         entries, _ = find_entries(directory)
         retired = [entry for entry in entries if entry.retired]

@@ -76,9 +76,8 @@ class CompleteGroups:
     # --- questions ---
 
     def closed_sizes(self, leases: Collection[int] | None = None) -> dict[int, int]:
-        """Return the groups that were closed short and how many trajectories each had, by asking the disk.
-
-        Of all, or at least of `leases`. Builds that did not count them noted 1."""
+        """Return the groups that were closed short and how many trajectories each had, by asking the disk. Of
+        all, or at least of `leases`. Builds that did not count them noted 1."""
         first, last = (0, LAST_LEASE) if leases is None else (min(leases, default=0), max(leases, default=0))
         with self._database.reading() as sql:
             query = "SELECT lease_id, closed FROM places WHERE closed AND lease_id BETWEEN ? AND ?"
@@ -118,9 +117,8 @@ class CompleteGroups:
     # --- changes, each durable on return ---
 
     def on_stored(self, full: Iterable[int]) -> list[int]:
-        """Take note that these groups became full, in this order; return those that are complete now.
-
-        Raises `StorageError` when the disk refuses; the next call makes up for it."""
+        """Take note that these groups became full, in this order; return those that are complete now. Raises
+        `StorageError` when the disk refuses; the next call makes up for it."""
         full = list(full)
         self._unplaced += [lease_id for lease_id in full if not self.rewards.is_missing(lease_id)]
         completed = list(self._unplaced)
@@ -130,9 +128,8 @@ class CompleteGroups:
         return completed
 
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
-        """Close the groups that have at least `fewest` trajectories and no reward due.
-
-        Returns those of `lease_ids` that are complete now. Raises `StorageError` when the disk refuses."""
+        """Close the groups that have at least `fewest` trajectories and no reward due. Returns those of
+        `lease_ids` that are complete now. Raises `StorageError` when the disk refuses."""
         short = [
             lease_id
             for lease_id in dict.fromkeys(lease_ids)

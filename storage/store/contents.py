@@ -29,9 +29,8 @@ Torn = dict[SegmentEntry, LostDataError]
 def find_rows(
     placed: Placed, mapped: Callable[[SegmentEntry], Segment], lease_ids: Iterable[int]
 ) -> tuple[dict[int, list[tuple[int, int, int]]], Torn]:
-    """Return sample, group size and row of each trajectory of these groups that is here, by sample.
-
-    What is torn may hold more of them, and is told of; raises `StorageError` when the disk refuses."""
+    """Return sample, group size and row of each trajectory of these groups that is here, by sample. What is
+    torn may hold more of them, and is told of; raises `StorageError` when the disk refuses."""
     wanted = np.array(sorted(set(lease_ids)), np.int64)
     found: dict[int, list[tuple[int, int, int]]] = {int(lease_id): [] for lease_id in wanted}
     torn: Torn = {}
@@ -54,7 +53,6 @@ def refuse_missing(
     *, closed_size: int | None,
 ) -> None:  # fmt: skip
     """Raise `StorageError` unless a settled group is here whole, or as it was when it was closed short.
-
     `closed_size` is how many trajectories it had then, None for one that was not closed short."""
     if found and len(found) >= (closed_size or found[0][1]):
         return
@@ -76,9 +74,8 @@ def refuse_missing(
 def complete_leases(
     placed: Placed, mapped: Callable[[SegmentEntry], Segment], closed_sizes: Mapping[int, int]
 ) -> NDArray[np.int64]:
-    """Return the leases of all groups whose trajectories are all in the segments, ascending.
-
-    `closed_sizes` says how many those are of groups that were closed short."""
+    """Return the leases of all groups whose trajectories are all in the segments, ascending. `closed_sizes`
+    says how many those are of groups that were closed short."""
     parts = [mapped(entry).rows[:, [_LEASE, _SIZE]].copy() for entry, _ in placed if not entry.retired]
     rows = np.concatenate([np.empty((0, 2), np.int64), *parts])
     leases, first, counts = np.unique(rows[:, 0], return_index=True, return_counts=True)
@@ -145,7 +142,6 @@ class StoreContents:
 
     def rows(self, leases: Sequence[int]) -> list[int]:
         """Return the rows of complete groups, each by sample; settled ones are looked up in the segments.
-
         Raises `StorageError` for a group that is unknown, incomplete or, if it is settled, retired."""
         with self.mutex:
             past = {lease for lease in leases if self.groups.is_forgotten(lease)}

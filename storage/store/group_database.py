@@ -55,17 +55,15 @@ class GroupDatabase:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection | None]:
-        """Give the connection, or None while there is no file.
-
-        Raises `StorageError` for a file that is no such database."""
+        """Give the connection, or None while there is no file. Raises `StorageError` for a file that is no
+        such database."""
         with self._connection(create=False) as sql:
             yield sql
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Make what is written inside durable as a whole; the file is made if there is none.
-
-        Raises `StorageError` when the disk refuses; then nothing has changed."""
+        """Make what is written inside durable as a whole; the file is made if there is none. Raises
+        `StorageError` when the disk refuses; then nothing has changed."""
         with self._connection(create=True) as sql:
             assert sql is not None
             sql.execute("BEGIN")

@@ -44,9 +44,8 @@ class ImageBlobs:
         return iter(self._spans)
 
     def stored(self, digest: str) -> bytes:
-        """Return what lies here as the bytes of an image, which may have changed on the disk.
-
-        Raises `LostDataError` where it cannot be decompressed."""
+        """Return what lies here as the bytes of an image, which may have changed on the disk. Raises
+        `LostDataError` where it cannot be decompressed."""
         begin, end = self._spans.get(digest, (0, 0))
         try:
             data: bytes = self._data[begin:end].tobytes()
@@ -62,9 +61,8 @@ class ImageBlobs:
         return data
 
     def placed(self, images: Sequence[Sequence[Any]], known: KnownImages) -> tuple[PlacedImage, ...]:
-        """Return the images of a record with their bytes; raises as `bytes_of`.
-
-        Bytes of `known` images are not read again, and those that are read become known."""
+        """Return the images of a record with their bytes; raises as `bytes_of`. Bytes of `known` images are
+        not read again, and those that are read become known."""
         placed = [PlacedImage(*image) for image in images]
         for digest in {image.digest for image in placed} - known.keys():
             known[digest] = self.bytes_of(digest)
@@ -78,9 +76,8 @@ class ImageBlobs:
 
 
 def blobs_of(trajectories: Sequence[Trajectory]) -> Mapping[str, NDArray[Any]]:
-    """Return the arrays of the images of these trajectories; none where they have no images.
-
-    Raises `SchemaError` for an image without its bytes."""
+    """Return the arrays of the images of these trajectories; none where they have no images. Raises
+    `SchemaError` for an image without its bytes."""
     check_all_given([one.images for one in trajectories])
     images = (image for one in trajectories for image in one.images)
     return _arrays({image.digest: image.data for image in images if image.data})

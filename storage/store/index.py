@@ -118,9 +118,8 @@ def load_index(path: Path) -> IndexFile:
 
 
 class RowIndex:
-    """Rows by group; each knows the one before it of the same group, and how many there are so far.
-
-    The rows that are known have positions, in their order: the columns are by position."""
+    """Rows by group; each knows the one before it of the same group, and how many there are so far. The rows
+    that are known have positions, in their order: the columns are by position."""
 
     def __init__(
         self, columns: Columns | None = None, rows: NDArray[np.int64] | None = None, total: int | None = None

@@ -39,9 +39,8 @@ class LateRewards:
         """Leases that had a reward due."""
 
     def load(self, settled: Settled) -> None:
-        """Read what is there of groups that are not settled; nothing is made.
-
-        Raises `StorageError` for a file that is no such database."""
+        """Read what is there of groups that are not settled; nothing is made. Raises `StorageError` for a
+        file that is no such database."""
         with self._database.reading() as sql:
             if sql is None:
                 return
@@ -115,9 +114,8 @@ class LateRewards:
     # --- changes ---
 
     def expect(self, due: Iterable[Key], stored: Iterable[Key]) -> None:
-        """Note, durably, which of the trajectories about to be stored have their reward due.
-
-        Raises `StorageError` when the disk refuses."""
+        """Note, durably, which of the trajectories about to be stored have their reward due. Raises
+        `StorageError` when the disk refuses."""
         due = list(due)
         known = [key for key in stored if key[0] in self._late]
         if not due and not known:

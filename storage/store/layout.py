@@ -74,7 +74,6 @@ class SegmentEntry:
 
 def find_entries(directory: Path) -> tuple[list[SegmentEntry], list[SegmentEntry]]:
     """Return the entries of `directory` in order, without a gap from 0 on; and those that others replace.
-
     Raises `StorageError` naming what is foreign or follows a gap."""
     found = [SegmentEntry.parse(path) for path in directory.iterdir() if not path.name.startswith(".")]
     found.sort(key=lambda entry: (entry.first, -entry.last, not entry.retired))
@@ -119,7 +118,6 @@ def choose_retirement(
     settled: Callable[[SegmentEntry], bool],
 ) -> list[SegmentEntry]:
     """Choose what to retire, oldest first: what was written before `oldest_s`, what exceeds `retain_bytes`.
-
     An entry that is not `settled` stays, and younger ones go in its place; asked only where it matters."""
     present = [entry for entry in entries if not entry.retired]
     excess = 0 if retain_bytes is None else sum(entry.size_bytes for entry in present) - retain_bytes

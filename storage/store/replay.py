@@ -106,9 +106,8 @@ class ReplayStore:
 
     @classmethod
     def open(cls, directory: Path, *, writable: bool = True) -> Self:
-        """Read the index of `directory`, made if missing; a writer also clears what a crash left over.
-
-        Raises `StorageError` naming a torn or foreign segment, or when another writer has it open."""
+        """Read the index of `directory`, made if missing; a writer also clears what a crash left over. Raises
+        `StorageError` naming a torn or foreign segment, or when another writer has it open."""
         if writable:
             make_directory(directory)
         store = cls(directory, writable=writable)
@@ -124,7 +123,6 @@ class ReplayStore:
     @property
     def completed(self) -> list[int]:
         """Return the leases in the order in which their groups became complete; do not modify the list.
-
         Settled ones come first, as the segments that are here hold them, in the order of their leases."""
         return self._held.completed()
 
@@ -147,7 +145,6 @@ class ReplayStore:
 
     def completed_after(self, after: int, most: int) -> list[int]:
         """Return the leases of the groups that became complete after the first `after` ones, in their order.
-
         Raises `StorageError` when that is longer ago than the dispatcher has said that it has seen."""
         with self._held.mutex:
             begin = after - self._held.groups.forgotten
@@ -213,9 +210,8 @@ class ReplayStore:
         return bool(sort_arrivals(self._held, trajectories).fresh)
 
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
-        """Count these groups as complete, durably, where so many siblings are stored; return those.
-
-        What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
+        """Count these groups as complete, durably, where so many siblings are stored; return those. What
+        comes of them later is dropped. Raises `StorageError` when the disk refuses."""
         self._refuse_reader()
         with self._writing:
             return self._held.groups.close_short(lease_ids, fewest=fewest)
@@ -231,9 +227,8 @@ class ReplayStore:
         return completed
 
     def _fresh(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories to store, each once; the account says which are not stored, and why.
-
-        Raises `SchemaError` if siblings disagree on `group_size`."""
+        """Return the trajectories to store, each once; the account says which are not stored, and why. Raises
+        `SchemaError` if siblings disagree on `group_size`."""
         arrived = sort_arrivals(self._held, trajectories)
         self._dropped.add([AccountRecord(Kind.DROPPED, Copy.of(t), reason) for t, reason in arrived.dropped])
         self.late_siblings += arrived.late_siblings
@@ -298,9 +293,8 @@ class ReplayStore:
         return self._held.groups.rewards.reward_of(lease_id, sample)
 
     def locate(self, lease_ids: Iterable[int]) -> list[tuple[SegmentEntry, int]]:
-        """Return entry and row of each trajectory of these complete groups, in the order of `read`.
-
-        Raises `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
+        """Return entry and row of each trajectory of these complete groups, in the order of `read`. Raises
+        `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
         leases = list(lease_ids)
         if late := [lease_id for lease_id in leases if self._held.groups.is_late(lease_id)]:
             raise StorageError(
@@ -340,9 +334,8 @@ class ReplayStore:
         return True
 
     def compact(self) -> bool:
-        """Merge one run of small neighbouring segments, if any is due; return whether one was.
-
-        Raises `StorageError` when the disk refuses; then all is as it was."""
+        """Merge one run of small neighbouring segments, if any is due; return whether one was. Raises
+        `StorageError` when the disk refuses; then all is as it was."""
         with self._housekeeping:
             self._refuse_reader()
             run = choose_merge(self.entries)
@@ -440,9 +433,8 @@ class ReplayStore:
 
 
 def read_groups(stores: Sequence[ReplayStore], lease_ids: Sequence[int]) -> list[list[Trajectory]]:
-    """Return these complete groups in this order, read from the run's shards in one call each.
-
-    All of them are in memory, or mapped, together. Raises `StorageError` as `ReplayStore.read`."""
+    """Return these complete groups in this order, read from the run's shards in one call each. All of them
+    are in memory, or mapped, together. Raises `StorageError` as `ReplayStore.read`."""
     groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
     for shard, leases in by_shard(dict.fromkeys(lease_ids), len(stores)).items():
         for trajectory in stores[shard].read(leases):

@@ -40,7 +40,6 @@ def save_pieces(path: Path, pieces: Sequence[RetiredSegment]) -> None:
 
 def load_retired(path: Path, first: int, last: int) -> tuple[Columns | None, list[RetiredSegment]]:
     """Return whose trajectories were retired, None if all are settled; and the pieces they were retired in.
-
     Raises `StorageError` when the file cannot be used."""
     try:
         with path.open("rb") as file:
@@ -73,9 +72,8 @@ class Left:
 def write_retired(
     directory: Path, entries: Sequence[SegmentEntry], entry: SegmentEntry, settled: Settled
 ) -> Left:
-    """Write the file that stands for one of a store's segments from now on, which is still there.
-
-    Raises `StorageError` when the disk refuses, or a file cannot be used."""
+    """Write the file that stands for one of a store's segments from now on, which is still there. Raises
+    `StorageError` when the disk refuses, or a file cannot be used."""
     columns = read_columns(directory / entry.name)
     past = settled.which(columns.leases)
     leases: list[int] = np.unique(columns.leases[past]).tolist()

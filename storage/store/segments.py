@@ -86,9 +86,8 @@ class Summary:
 
 
 def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
-    """Write the trajectories as a new segment, durable on return.
-
-    Raises `StorageError` when the disk refuses: then there is no segment."""
+    """Write the trajectories as a new segment, durable on return. Raises `StorageError` when the disk
+    refuses: then there is no segment."""
     arrays: Arrays = {  # joined: handing out the memory of each small array takes longer than copying it
         name: [np.concatenate([getattr(t, name) for t in trajectories], dtype=dtype)]
         for name, dtype in TOKEN_ARRAYS.items()
@@ -113,7 +112,6 @@ def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
 
 def merge_segments(path: Path, merged: Sequence[Path]) -> Summary:
     """Write the trajectories of these segments, in order, as one compressed segment; each keeps every bit.
-
     Raises `StorageError` when the disk refuses, or one of them is torn: then there is no segment."""
     attributes, file = compress_segments(merged)
     publish_files(path, {FILE: file})
@@ -121,9 +119,8 @@ def merge_segments(path: Path, merged: Sequence[Path]) -> Summary:
 
 
 def compressed_file(path: Path) -> Content:
-    """Return the file of the compressed segment with these trajectories, in parts.
-
-    Raises `StorageError` when the segment is torn."""
+    """Return the file of the compressed segment with these trajectories, in parts. Raises `StorageError` when
+    the segment is torn."""
     if check_segment(path).compressed:
         return [(path / FILE).read_bytes()]
     return compress_segments([path])[1]
@@ -137,9 +134,8 @@ def check_trajectories(path: Path) -> None:
 
 
 def compress_segments(merged: Sequence[Path]) -> tuple[dict[str, Any], Content]:
-    """Return what the compressed segment of these says of itself, and its file.
-
-    Raises `StorageError` when one of them is torn."""
+    """Return what the compressed segment of these says of itself, and its file. Raises `StorageError` when
+    one of them is torn."""
     with ExitStack() as opened:
         segments = [opened.enter_context(closing(Segment(segment))) for segment in merged]
         arrays = {
@@ -349,7 +345,6 @@ class Segment:
 
     def decoded(self, name: str) -> NDArray[Any]:
         """Return all of an array of tokens or records; a view of the mapped file is good until `close`.
-
         Raises `StorageError` when its compressed bytes changed."""
         with _naming(self.path):
             return _decoded(self._arrays[name])

@@ -56,7 +56,6 @@ def zipped(contents: Mapping[str, Content]) -> Content:
 
 def map_entries(path: Path) -> dict[str, memoryview]:
     """Return the bytes of each entry of the zip file at `path`, which stays mapped while one of them is held.
-
     Raises `zipfile.BadZipFile` when it is not whole, or not one of ours."""
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
         whole = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))

@@ -29,9 +29,8 @@ class FileBlobs:
         self.origin = origin or directory.absolute().as_uri()
 
     async def start(self) -> None:
-        """Create the directory, and remove blobs of an earlier learner.
-
-        Raises `ConfigError` when it cannot be written."""
+        """Create the directory, and remove blobs of an earlier learner. Raises `ConfigError` when it cannot
+        be written."""
         await asyncio.to_thread(self._start)
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
@@ -71,9 +70,8 @@ class FileBlobs:
         return ref
 
     def _write(self, content: Content) -> Path:
-        """Return a file with the content that has no name of a blob yet.
-
-        It is written without fsync: what a power cut takes is published again."""
+        """Return a file with the content that has no name of a blob yet. It is written without fsync: what a
+        power cut takes is published again."""
         temporary = self.directory / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
             with temporary.open("wb", buffering=0) as file:
@@ -103,9 +101,8 @@ async def fetch_file(_bus: object, ref: BlobRef) -> Data:
 
 
 def read_file(directory: Path, ref: BlobRef) -> memoryview:
-    """Read the bytes behind `ref`, on as many threads as this process can spare.
-
-    Raises `BusError` when they are gone or differ from what was stored."""
+    """Read the bytes behind `ref`, on as many threads as this process can spare. Raises `BusError` when they
+    are gone or differ from what was stored."""
     path = directory / file_name(ref)
     parts, data = parts_of(ref), new_memory(ref.size_bytes)
     try:

@@ -44,9 +44,8 @@ def bearer(access: BlobAccess) -> str:
 
 
 def reader_context(access: BlobAccess) -> ssl.SSLContext:
-    """Return a context that trusts the server's own certificate, and no others.
-
-    Raises `BusError` where that is no certificate: other hosts choose what they announce."""
+    """Return a context that trusts the server's own certificate, and no others. Raises `BusError` where that
+    is no certificate: other hosts choose what they announce."""
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(cadata=access.certificate)

@@ -146,9 +146,8 @@ class BlobServer:
         return self._guard.access if self._guard is not None else None
 
     async def start(self, bus: Bus) -> str:
-        """Begin to serve; return the URL by which others reach this server.
-
-        Raises `ConfigError` when the address is not available, or open to others than the bus is."""
+        """Begin to serve; return the URL by which others reach this server. Raises `ConfigError` when the
+        address is not available, or open to others than the bus is."""
         self._refuse_open_host(bus)
         self._refuse_open_url(bus)
         self._guard = BlobGuard() if bus.secured else None
@@ -385,9 +384,8 @@ class HttpBlobs:
 
 
 async def ask_access(bus: Bus, origin: str) -> BlobAccess | None:
-    """Return what the server at `origin` asks of its readers; None where the bus is not a secured one.
-
-    Raises `BusError` when the server does not answer, or is none of a secured run."""
+    """Return what the server at `origin` asks of its readers; None where the bus is not a secured one. Raises
+    `BusError` when the server does not answer, or is none of a secured run."""
     if not bus.secured:
         return None
     subject, deadline = _access_subject(bus, origin), time.monotonic() + HEARD_S
@@ -430,9 +428,8 @@ async def fetch_part(
     session: aiohttp.ClientSession, url: str, ref: BlobRef, part: int, data: memoryview, *,
     timeout: aiohttp.ClientTimeout, **shown: Any,
 ) -> None:  # fmt: skip
-    """Fetch a part of `ref` into its place in `data`, and verify it.
-
-    Raises `BusError`; `DamagedError` for other bytes than it has."""
+    """Fetch a part of `ref` into its place in `data`, and verify it. Raises `BusError`; `DamagedError` for
+    other bytes than it has."""
     begin, end = part_range(ref, part)
     target = f"{url}/{file_name(ref)}"
     await fetch_range(session, target, data[begin:end], begin, timeout=timeout, **shown)

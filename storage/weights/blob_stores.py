@@ -28,9 +28,8 @@ class BlobStore(Protocol):
     """The publishing side of a transport. A blob never changes; readers check its digest."""
 
     async def start(self) -> None:
-        """Prepare the store, and remove blobs of an earlier learner.
-
-        Raises `ConfigError` when it cannot work here."""
+        """Prepare the store, and remove blobs of an earlier learner. Raises `ConfigError` when it cannot work
+        here."""
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Store `content` under a name made of `tokens`; it can be fetched when this returns."""
@@ -136,9 +135,8 @@ def http_blobs(bus: Bus, config: HttpTransport, directory: Path) -> BlobStore:
 
 
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:
-    """Return whether every chunk of `refs` is on the run's streams, by one look at the subjects of each.
-
-    It waits while the bus is away."""
+    """Return whether every chunk of `refs` is on the run's streams, by one look at the subjects of each. It
+    waits while the bus is away."""
     by_stream: defaultdict[str, list[BlobRef]] = defaultdict(list)
     for ref in refs:
         by_stream[stream_with(bus, ref)].append(ref)

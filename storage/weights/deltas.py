@@ -74,9 +74,8 @@ def encode_delta(
     base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
     most_bytes: int = sys.maxsize,
 ) -> Delta | None:  # fmt: skip
-    """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space.
-
-    Returns None, and stops, as soon as it has more than `most_bytes`."""
+    """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space. Returns
+    None, and stops, as soon as it has more than `most_bytes`."""
     encoded = encode_tensors(base, tensors, threads, most_bytes=most_bytes)
     return joined_delta(base, policy_version, tensors, [encoded], most_bytes=most_bytes)
 
@@ -85,9 +84,8 @@ def encode_tensors(
     base: Weights, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
     most_bytes: int = sys.maxsize,
 ) -> EncodedTensors | None:  # fmt: skip
-    """Return what a delta from `base` has of these tensors, which may be some of those of a version.
-
-    Returns None, and stops, as soon as it has more than `most_bytes`."""
+    """Return what a delta from `base` has of these tensors, which may be some of those of a version. Returns
+    None, and stops, as soon as it has more than `most_bytes`."""
     items = [(name, tensor, n) for name, tensor in tensors.items() for n in range(tensor.parts)]
     encoded = in_order(threads, partial(_encoded, base), items)
     digests, changes, bodies = dict[str, bytes](), dict[str, TensorChange](), dict[str, list[bytes]]()
@@ -113,7 +111,6 @@ def joined_delta(
     encoded: Sequence[EncodedTensors | None], *, most_bytes: int = sys.maxsize,
 ) -> Delta | None:  # fmt: skip
     """Return the delta that has all these changes, whoever found them, as if one had encoded `tensors`.
-
     Returns None where there are more than `most_bytes` of them."""
     found = [some for some in encoded if some is not None]
     if len(found) < len(encoded):

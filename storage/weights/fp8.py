@@ -82,9 +82,8 @@ def largest_magnitudes(values: Floats, columns: int) -> Floats:
 
 
 def scales_of(largest: Floats, *, powers_of_two: bool) -> Floats:
-    """Return the scales that make the largest magnitudes of blocks 448; 1 for blocks of zeros.
-
-    With `powers_of_two` (ue8m0) a scale is the next power of two that is not smaller."""
+    """Return the scales that make the largest magnitudes of blocks 448; 1 for blocks of zeros. With
+    `powers_of_two` (ue8m0) a scale is the next power of two that is not smaller."""
     exact = largest.astype(np.float64) / LARGEST
     if powers_of_two:
         fraction, exponent = np.frexp(exact)

@@ -44,9 +44,8 @@ def copied(data: memoryview) -> memoryview:
 
 
 def words_in(data: Data, word: type[np.unsignedinteger], count: int, start: int) -> Words | None:
-    """Return `count` words from byte `start` on where they lie; None unless they lie in `new_memory`.
-
-    Their pages go back to the system with the last view of them; no other words may lie there."""
+    """Return `count` words from byte `start` on where they lie; None unless they lie in `new_memory`. Their
+    pages go back to the system with the last view of them; no other words may lie there."""
     mapping = data.obj if isinstance(data, memoryview) else None
     if not isinstance(mapping, _Memory):
         return None

@@ -70,7 +70,6 @@ class PartTracker:
 
     def sources(self, asked: PartsAsked, part_bytes: int) -> tuple[PartSource, ...]:
         """Take note of what a host says, and return where it gets parts that it lacks, a few at a time.
-
         Raises `BusError` when there are too many hosts."""
         now = self._clock()
         self._forget(now)
@@ -146,9 +145,8 @@ class PartTracker:
 
 
 def _taken(host: _Host, active: list[_Host], places: Mapping[str, str], slow_s: float) -> set[int]:
-    """Return the parts that others fetch for the place of `host`, or from the learner for all.
-
-    Those are not meant that they fetch since before `slow_s`."""
+    """Return the parts that others fetch for the place of `host`, or from the learner for all. Those are not
+    meant that they fetch since before `slow_s`."""
     return {
         part
         for one in active

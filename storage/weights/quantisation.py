@@ -120,9 +120,8 @@ CONVERTIBLE: Mapping[str, FileFormat] = {**FORMATS, "fp8_channel": ChannelFormat
 
 
 def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether a weight is one that is quantised, by its Hugging Face name and its shape.
-
-    Embeddings, the output layer, norms, routers and biases are not."""
+    """Tell whether a weight is one that is quantised, by its Hugging Face name and its shape. Embeddings, the
+    output layer, norms, routers and biases are not."""
     return len(shape) == 2 and _LINEAR.search(name) is not None and _KEPT.search(name) is None
 
 
@@ -155,7 +154,6 @@ def published_as(names: Iterable[str]) -> str:
 
 def with_scales(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
     """Return `some` of the tensors, with the scales of each weight among them and the weight of each scale.
-
     Either means nothing without the other to those who undo the quantisation."""
     wanted = dict(some)
     for name in some:

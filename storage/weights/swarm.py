@@ -209,9 +209,8 @@ class _Fetch:
         """Arguments of requests to servers, by what they ask for."""
 
     async def run(self, model: Path | None) -> None:
-        """Return when all parts are here; first those are taken that the directory `model` has.
-
-        Raises `BusError` where a part cannot be had."""
+        """Return when all parts are here; first those are taken that the directory `model` has. Raises
+        `BusError` where a part cannot be had."""
         held, subject = self._held, parts_subject(self._bus, self._held.ref.origin)
         access = await ask_access(self._bus, held.ref.origin)
         async with aiohttp.ClientSession(auto_decompress=False) as session:
@@ -249,9 +248,8 @@ class _Fetch:
             self._advance(end - begin)
 
     async def _header(self, session: aiohttp.ClientSession, access: BlobAccess | None) -> bytes:
-        """Fetch the header of a snapshot from the learner; its first part is verified later.
-
-        Raises `StorageError` for what is no snapshot."""
+        """Fetch the header of a snapshot from the learner; its first part is verified later. Raises
+        `StorageError` for what is no snapshot."""
         ref, data = self._held.ref, self._held.data
         target, shown = f"{ref.origin}/{file_name(ref)}", shown_access(access)
         await fetch_range(session, target, data[:8], 0, timeout=TIMEOUT, **shown)
@@ -262,9 +260,8 @@ class _Fetch:
         return bytes(data[:size])
 
     def _begin(self, session: aiohttp.ClientSession, source: PartSource, access: BlobAccess | None) -> None:
-        """Fetch a part, unless the answer that names the source cannot be the learner's.
-
-        A forged one would have what is here overwritten, or lead to the same liar again and again."""
+        """Fetch a part, unless the answer that names the source cannot be the learner's. A forged one would
+        have what is here overwritten, or lead to the same liar again and again."""
         if not self._held.lacks(source.part) or source.url in self._liars:
             return
         self._held.states[source.part] = FETCHED
@@ -328,9 +325,8 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(header: bytes) -> dict[str, Tensor]:
-    """Return the places of tensors from the beginning of a safetensors file, its header included.
-
-    Raises `StorageError` when it is malformed."""
+    """Return the places of tensors from the beginning of a safetensors file, its header included. Raises
+    `StorageError` when it is malformed."""
     try:
         found = json.loads(header[8:])
         found.pop("__metadata__", None)

@@ -204,9 +204,8 @@ class ByteRange:
 def laid_out(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, ByteRange]]:
-    """Return the header of a safetensors file for tensors of these dtypes and shapes, and their places.
-
-    The widest dtypes come first, so that each tensor is aligned to its element's size."""
+    """Return the header of a safetensors file for tensors of these dtypes and shapes, and their places. The
+    widest dtypes come first, so that each tensor is aligned to its element's size."""
     order = sorted(kinds, key=lambda name: (-ITEM_BYTES[kinds[name][0]], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end, offsets = 0, {}

@@ -194,17 +194,14 @@ class Critic(Protocol):
 
     def begin(self) -> None:
         """Start over with a fresh optimizer, and as the policy is now unless it has a directory of its own.
-
         Every rank calls this when reinforcement learning begins."""
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the value of the state before each trained label, float32 [T] on the host; NaN elsewhere.
-
         Every rank calls this; nothing of the critic changes."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch], config: CriticConfig) -> CriticUpdate:
         """Update the critic once, on the mean loss of the labels that have `value_targets`, on all ranks.
-
         Raises `TrainingError` after `optimizer.max_skipped_in_a_row` updates that were not finite."""
 
 
@@ -290,31 +287,26 @@ class Backend(Protocol):
 
     def release_memory(self) -> None:
         """Leave to other processes what the next step does not need of the device; that step takes it back.
-
         The learner calls it before it yields a device that it shares with actors."""
 
     # --- weights out: learner/publication/host_copy.py and the export at the end ---
 
     @property
     def adapters(self) -> TrainedAdapters | None:
-        """Return the adapters that are trained instead of the weights; None where these are trained.
-
-        `export` and `streamed` give the weights that the adapters make of the frozen ones."""
+        """Return the adapters that are trained instead of the weights; None where these are trained. `export`
+        and `streamed` give the weights that the adapters make of the frozen ones."""
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
-
-        Every rank calls this."""
+        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others. Every rank
+        calls this."""
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by Hugging Face name on rank 0, each good until the next; nothing on the others.
-
         Every rank calls this and exhausts the iterator."""
 
     def exported(self) -> Exported:
-        """Return what is published, to copy it at once; every rank takes its part of it.
-
-        These are the weights, or with `learner.lora.publish=adapter` the adapters by peft's names."""
+        """Return what is published, to copy it at once; every rank takes its part of it. These are the
+        weights, or with `learner.lora.publish=adapter` the adapters by peft's names."""
 
     def keep_until(self, read: torch.cuda.Event) -> None:
         """Have the device change no weight before `read`; the host does not wait."""

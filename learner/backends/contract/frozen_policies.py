@@ -87,9 +87,8 @@ class FrozenPolicies:
 
     @contextmanager
     def in_place(self, tag: str) -> Iterator[None]:
-        """Give the model the weights of `tag` while inside, where no gradient or update may be made.
-
-        Raises `ValueError` when nothing is held under that name."""
+        """Give the model the weights of `tag` while inside, where no gradient or update may be made. Raises
+        `ValueError` when nothing is held under that name."""
         if tag not in self._held:
             raise ValueError(f"no policy is held as {tag!r}, only {sorted(self._held)}")
         with self._current_kept() as live:

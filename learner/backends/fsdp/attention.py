@@ -124,9 +124,8 @@ def _scored(
     query: Tensor, key: Tensor, value: Tensor, *,
     scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend by scores [sequences, heads, length, length], whose softmax is float32; an `Attend`.
-
-    A sink takes its share of the softmax of a query and gives nothing for it."""
+    """Attend by scores [sequences, heads, length, length], whose softmax is float32; an `Attend`. A sink
+    takes its share of the softmax of a query and gives nothing for it."""
     each = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * scale

@@ -99,9 +99,8 @@ def is_vision_model(hf_config: PretrainedConfig) -> bool:
 
 
 def attention_of(hf_config: PretrainedConfig) -> str | dict[str, str]:
-    """Return the attention that the parts of a model compute: ours in what reads packs of tokens.
-
-    A vision tower divides its patches by image itself, and calls torch's attention for each."""
+    """Return the attention that the parts of a model compute: ours in what reads packs of tokens. A vision
+    tower divides its patches by image itself, and calls torch's attention for each."""
     return {"text_config": PACKED, "vision_config": "sdpa"} if is_vision_model(hf_config) else PACKED
 
 

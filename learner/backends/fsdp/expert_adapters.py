@@ -116,9 +116,8 @@ def _adapted(
 
 
 def grouped_linear(tokens: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Return [n, out]: tokens [n, in] of each expert times its weight [experts, out, in].
-
-    `counts` are tokens of each expert, which lie in their order."""
+    """Return [n, out]: tokens [n, in] of each expert times its weight [experts, out, in]. `counts` are tokens
+    of each expert, which lie in their order."""
     if has_kernel(tokens) and not any(size % MULTIPLE for size in weight.shape[1:]):
         if weight.requires_grad:  # what a kernel leaves in gradients of experts without tokens is not said
             weight = weight.masked_fill((counts == 0)[:, None, None], 0)

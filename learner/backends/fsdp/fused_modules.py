@@ -37,9 +37,8 @@ class FusedModules:
     """The parts of a model that are fused."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Change those modules of a model that are recognised, and no other module of their classes.
-
-        Call this before layers are wrapped by others. Weights may mean nothing yet."""
+        """Change those modules of a model that are recognised, and no other module of their classes. Call
+        this before layers are wrapped by others. Weights may mean nothing yet."""
         self._on = True
         self.norms = self.gates = self.rotations = 0
         for module in model.modules():

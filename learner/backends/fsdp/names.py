@@ -93,9 +93,8 @@ class FileNames:
 
 
 def freeze(hf_model: PreTrainedModel, names: FileNames, trainable: TrainableWeights) -> set[str]:
-    """Freeze the parameters of a model that are not trained; return their names.
-
-    Raises `ConfigError` as `TrainableWeights.frozen` does."""
+    """Freeze the parameters of a model that are not trained; return their names. Raises `ConfigError` as
+    `TrainableWeights.frozen` does."""
     parameters = dict(hf_model.named_parameters())
     files = {name: list(names.tensors[name].files) for name in parameters}  # no buffer is trained
     frozen = trainable.frozen(files)

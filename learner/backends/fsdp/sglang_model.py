@@ -31,9 +31,8 @@ class SglangArithmetic:
     """Computes the hidden states of a model with a server's kernels."""
 
     def __init__(self, hf_model: PreTrainedModel, kernels: SglangKernels) -> None:
-        """Have the layers of a model compute so where `hidden` calls them.
-
-        Raises `ConfigError` for models of which SGLang computes otherwise."""
+        """Have the layers of a model compute so where `hidden` calls them. Raises `ConfigError` for models of
+        which SGLang computes otherwise."""
         refuse_other_models(hf_model.config)
         self.kernels = kernels
         self._config = hf_model.config

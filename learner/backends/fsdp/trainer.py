@@ -148,9 +148,6 @@ class FsdpTrainer:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | Objective, *, policy_version: int
     ) -> StepResult:
-        """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
-
-        The arguments are those of `Backend.train_step`."""
         config = self.optimizer_config
         lr = learning_rate(config, self.counts.updates_done + 1)
         objective = self.counts.objective(loss)
@@ -188,8 +185,6 @@ class FsdpTrainer:
         return replace(result, diagnostics=result.diagnostics | figures)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
-        trained."""
         return self._passed(micro_batches, top=0)
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
@@ -289,7 +284,6 @@ class FsdpTrainer:
         return None if self._adapters is None else self._adapters.described(self._float32_buffers)
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others."""
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
@@ -358,7 +352,6 @@ class FsdpTrainer:
 
     def stage_checkpoint(self, directory: Path) -> checkpoint.StagedShards:
         """Begin to copy weights, optimizer, random generators and own frozen policies, to be written there.
-
         Of a model with adapters these alone are copied."""
         self._settle()
         policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}

@@ -24,9 +24,8 @@ WIDEST_NORM = 16384
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool) -> Tensor:
-    """Norm the last dimension (arXiv:1910.07467, eq. 4) and multiply by the weight.
-
-    With `centred`, multiply by 1 + weight."""
+    """Norm the last dimension (arXiv:1910.07467, eq. 4) and multiply by the weight. With `centred`, multiply
+    by 1 + weight."""
     if x.is_cuda and len(weight) <= WIDEST_NORM:
         return _RMSNorm.apply(x, weight, eps, centred)  # type: ignore[no-any-return, no-untyped-call]
     wide, factors = x.float(), weight.float()
@@ -50,9 +49,8 @@ def gated_halves(gate_and_up: Tensor, activation: str) -> Tensor:
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [T, heads, d] by angles [T, r], the first r of each head's d (arXiv:2104.09864, eq. 34).
-
-    The i-th element makes a pair with the one r / 2 behind it."""
+    """Rotate [T, heads, d] by angles [T, r], the first r of each head's d (arXiv:2104.09864, eq. 34). The
+    i-th element makes a pair with the one r / 2 behind it."""
     if heads.is_cuda:
         return _Rotated.apply(heads, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
     turning, rest = heads.float().tensor_split([cos.shape[-1]], -1)

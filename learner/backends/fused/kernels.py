@@ -173,9 +173,8 @@ def _gated_back(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid_and_slope(g, tanh: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return what g is multiplied by, the sigmoid of a polynomial of g, and the slope of the polynomial.
-
-    That of SiLU is g itself. GELU by tanh has (1 + tanh y) / 2, which is the sigmoid of 2 y."""
+    """Return what g is multiplied by, the sigmoid of a polynomial of g, and the slope of the polynomial. That
+    of SiLU is g itself. GELU by tanh has (1 + tanh y) / 2, which is the sigmoid of 2 y."""
     if tanh:
         inner = 1.5957691216057308 * g * (1 + 0.044715 * g * g)  # 2 sqrt(2 / pi)
         slope = 1.5957691216057308 * (1 + 0.134145 * g * g)

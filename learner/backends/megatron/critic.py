@@ -171,9 +171,8 @@ def _explained_variance(sums: dict[str, float], values: int) -> float | None:
 
 
 def _load(chunks: Sequence[PolicyModel], source: CriticSource) -> None:
-    """Copy weights into the model, and those of the head where there are any.
-
-    Raises `ConfigError` for weights that do not fit."""
+    """Copy weights into the model, and those of the head where there are any. Raises `ConfigError` for
+    weights that do not fit."""
     head = {name for name in source.state if name.startswith(SCORE)}
     load_hf_weights(chunks, source.hf_config, SomeWeights(source.state, source.state.keys() - head))
     width = source.hf_config.hidden_size

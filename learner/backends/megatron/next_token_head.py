@@ -159,7 +159,6 @@ SUMS = ["loss", "trained_tokens", "denominator", "nats", "correct"]
 
 def head_rules(config: MtpConfig, hf_config: PretrainedConfig, names: Collection[str]) -> list[Rule]:
     """Return the rules of the head that is trained; none where none is. `names` are those of all weights.
-
     Raises `ConfigError` for a model without a head that could be trained."""
     if not config.exists:
         return []
@@ -185,9 +184,8 @@ class TrainedHead:
         self, config: MtpConfig, policy: Sequence[PolicyModel], hf_config: PretrainedConfig, state: State,
         rules: Sequence[Rule], *, frozen: Set[str], dtype: torch.dtype, parallel: ParallelConfig,
     ) -> None:  # fmt: skip
-        """Build the head and load its weights, on the last stage of a pipeline.
-
-        Raises `ConfigError` for weights that are missing or of another shape, and where none is trained."""
+        """Build the head and load its weights, on the last stage of a pipeline. Raises `ConfigError` for
+        weights that are missing or of another shape, and where none is trained."""
         self._config, self._hf_config, self._dtype = config, hf_config, dtype
         self.stages = parallel.pipeline
         self.frozen_names = {rule.megatron for rule in rules} & frozen
@@ -219,9 +217,8 @@ class TrainedHead:
         self.optimizer = build_optimizer(config, self.ddp, self._hf_config, self._dtype, last=last)
 
     def begin(self) -> None:
-        """Begin an update: forget the gradients of the last, and take over the embedding as it is now.
-
-        Every rank calls this, when the policy's parameters are gathered."""
+        """Begin an update: forget the gradients of the last, and take over the embedding as it is now. Every
+        rank calls this, when the policy's parameters are gathered."""
         restore_gradients(self.ddp)
         self.ddp[0].zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -248,9 +245,8 @@ class TrainedHead:
         self._sums += torch.stack((self._config.weight * found.loss, count, count, found.loss, found.correct))
 
     def update(self, config: OptimizerConfig, lr: float) -> dict[str, float]:
-        """Update the head on the mean loss over its tokens of all ranks; return figures of the step.
-
-        An update whose loss or gradient is not finite is skipped, which the loss shows."""
+        """Update the head on the mean loss over its tokens of all ranks; return figures of the step. An
+        update whose loss or gradient is not finite is skipped, which the loss shows."""
         finalize_gradients(self.ddp)
         configure_optimizer(self.optimizer, config, lr * self._config.lr_factor)
         totals = data_parallel_sum(self._sums)

@@ -61,9 +61,8 @@ def _linear(
     weight: Tensor, bias: Tensor | None, *, gradient_accumulation_fusion: bool, allreduce_dgrad: bool,
     sequence_parallel: bool, tp_group: torch.distributed.ProcessGroup, **_: object,
 ) -> Tensor:  # fmt: skip
-    """Compute what megatron-core's function of these arguments does.
-
-    Ranks exchange inputs and their gradients before and after the products, and not beside them."""
+    """Compute what megatron-core's function of these arguments does. Ranks exchange inputs and their
+    gradients before and after the products, and not beside them."""
     if sequence_parallel:
         input = tensor_parallel.gather_from_sequence_parallel_region(
             input, tensor_parallel_output_grad=True, group=tp_group
@@ -88,9 +87,8 @@ def _added_to_main(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor |
 def rounded_weights(
     chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, rounding: Rounding, dtype: torch.dtype
 ) -> RoundedWeights:
-    """Return the weights of this rank's chunks, which are in `dtype`, and what engines make of them.
-
-    The parameters must stay where they are. Raises `ConfigError` where they cannot be quantised so."""
+    """Return the weights of this rank's chunks, which are in `dtype`, and what engines make of them. The
+    parameters must stay where they are. Raises `ConfigError` where they cannot be quantised so."""
     shape, slices = shape_of(hf_config), slices_of(chunks)
     places = places_in(stacks_of(hf_config))
     parts: list[WeightPart] = []

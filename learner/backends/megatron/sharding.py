@@ -56,9 +56,8 @@ def share_of_rank(
 
 
 def _divided(lengths: Sequence[int], ranks: int, min_tokens: int) -> tuple[list[int], list[list[int]]]:
-    """Return the numbers of the sequences that are cut over the ranks, and of those that each has whole.
-
-    It follows from the lengths alone, so that all ranks come to the same."""
+    """Return the numbers of the sequences that are cut over the ranks, and of those that each has whole. It
+    follows from the lengths alone, so that all ranks come to the same."""
     short = sorted((i for i, length in enumerate(lengths) if length < min_tokens), key=lambda i: -lengths[i])
     most = SLACK * sum(lengths[i] for i in short) / ranks
     whole: list[list[int]] = [[] for _ in range(ranks)]

@@ -164,13 +164,6 @@ class Trainer:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | Objective, *, policy_version: int
     ) -> StepResult:
-        """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
-
-        Args:
-            micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
-            loss: which loss to compute; one that wants other policies' log-probs finds them in the
-                micro-batches.
-            policy_version: of the weights before the update, to tell fresh tokens from stale ones."""
         lr = learning_rate(self.optimizer_config, self.counts.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         objective = self.counts.objective(loss)
@@ -209,8 +202,6 @@ class Trainer:
         return (module for chunk in self.chunks for module in chunk.modules())
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
-        trained."""
         with self._weights_of_engines():
             return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
@@ -242,9 +233,6 @@ class Trainer:
         return None if self.lora is None else self.lora.described()
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
-
-        Every rank calls this."""
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
@@ -342,8 +330,6 @@ class Trainer:
         return training_state(self)
 
     def stage_checkpoint(self, directory: Path) -> StagedWrites:
-        """Begin to copy weights, optimizer, random generators, own frozen policies and critic, to be written
-        there."""
         staged = stage_state(self, directory, self._checkpoint_buffers)
         self._copies = staged.copies
         return staged

@@ -113,9 +113,8 @@ def forward_step(
     objective: Objective, policy_version: int, head: HeadPass | None, batches: Iterator[MicroBatch],
     model: DistributedDataParallel,
 ) -> tuple[object, object]:  # fmt: skip
-    """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums).
-
-    A `head` for the token after the next is trained in passing."""
+    """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums). A
+    `head` for the token after the next is trained in passing."""
     batch = next(batches)
     loss = MicroBatchLoss.of(
         objective, batch, policy_version=policy_version,

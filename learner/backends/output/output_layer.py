@@ -204,9 +204,8 @@ def label_logprobs(
 def in_chunks(
     one_chunk: Callable[..., tuple[Tensor, ...]], parts: Sequence[Tensor], chunk_size: int
 ) -> tuple[Tensor, ...]:
-    """Call `one_chunk` with so many rows of all `parts` at a time, and join what it returns.
-
-    Several chunks are computed again in the backward pass, so that nothing of them is kept."""
+    """Call `one_chunk` with so many rows of all `parts` at a time, and join what it returns. Several chunks
+    are computed again in the backward pass, so that nothing of them is kept."""
     if len(parts[0]) <= chunk_size:
         return one_chunk(*parts)
     chunks = [

@@ -81,9 +81,8 @@ def _cut(start: int, length: int, block: int) -> tuple[int, int, int]:
 
 
 def spread(scales: Tensor, row: int, column: int, blocks: Blocks, sizes: tuple[int, ...]) -> Tensor:
-    """Return the scale of each element of a part of these sizes, or a single one for all.
-
-    The scales are of the blocks that it touches; `row` and `column` are where it begins in its matrix."""
+    """Return the scale of each element of a part of these sizes, or a single one for all. The scales are of
+    the blocks that it touches; `row` and `column` are where it begins in its matrix."""
     if scales.numel() == 1:
         return scales.reshape(())
     above, before = row % blocks.rows, column % blocks.columns

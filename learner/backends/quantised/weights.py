@@ -61,9 +61,8 @@ class RoundedWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the weights of engines while inside, and its own again afterwards.
-
-        Nothing may read or write the parameters besides passes. Every rank calls this."""
+        """Let the model have the weights of engines while inside, and its own again afterwards. Nothing may
+        read or write the parameters besides passes. Every rank calls this."""
         places = [part.values for part in self._parts] + [mixed.values for mixed in self._mixed]
         with torch.no_grad():
             own = [place.clone() for place in places]

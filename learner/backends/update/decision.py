@@ -12,7 +12,6 @@ from learner.config.optimizer import ConstantSchedule, CosineSchedule, Optimizer
 
 def learning_rate(config: OptimizerConfig, update: int) -> float:
     """Return the learning rate of an update, counted from 1: first up to `lr`, then as the schedule says.
-
     Update u of w warm-up updates runs at lr * u / w; the schedule counts from the last of them."""
     if update <= config.warmup_steps:
         return config.lr * update / config.warmup_steps
@@ -61,9 +60,8 @@ def decide(loss: Tensor, tokens: Tensor, denominator: Tensor, norm: Tensor, clip
 
 
 def not_finite_in_a_row(before: int, loss: float, norm: float, config: OptimizerConfig, name: str) -> int:
-    """Return how many updates in a row were skipped, `before` this one and with it.
-
-    Raises `TrainingError` when they are `max_skipped_in_a_row`; `name` is that of the optimizer's section."""
+    """Return how many updates in a row were skipped, `before` this one and with it. Raises `TrainingError`
+    when they are `max_skipped_in_a_row`; `name` is that of the optimizer's section."""
     now = 0 if math.isfinite(loss) and math.isfinite(norm) else before + 1
     if now >= config.max_skipped_in_a_row:
         raise TrainingError(

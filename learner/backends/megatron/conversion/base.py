@@ -17,7 +17,6 @@ from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 @dataclass(frozen=True, kw_only=True)
 class DeltaSizes:
     """Sizes of gated delta nets, which are linear attention (arXiv:2412.06464), and the layers that are one.
-
     Heads of keys are counted as those of queries, and each is that of as many consecutive heads of values."""
 
     layers: tuple[bool, ...]

@@ -69,9 +69,8 @@ def release_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
 
 
 def restore_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Allocate the memory of gradients again, not yet zeroed; do nothing if it was not freed.
-
-    The views of it that parameters and optimizer have stay valid."""
+    """Allocate the memory of gradients again, not yet zeroed; do nothing if it was not freed. The views of it
+    that parameters and optimizer have stay valid."""
     for gradients in _gradients(chunks):
         storage = gradients.untyped_storage()
         if storage.nbytes() == 0:

@@ -55,9 +55,8 @@ def close_world() -> None:
 
 
 def data_parallel_sum(values: torch.Tensor) -> torch.Tensor:
-    """Add `values` over the ranks that hold other tokens for the same weights, in place.
-
-    Those are the data-parallel ranks and the context ranks; tensor-parallel ranks hold the same tokens."""
+    """Add `values` over the ranks that hold other tokens for the same weights, in place. Those are the
+    data-parallel ranks and the context ranks; tensor-parallel ranks hold the same tokens."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return values
 

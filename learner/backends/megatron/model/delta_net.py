@@ -33,7 +33,6 @@ DIVIDED = ("conv_weight", "A_log", "dt_bias")
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     """A layer of linear attention, whose heads tensor-parallel ranks share, and context ranks these shares.
-
     Everything is in the order of heads of keys: what belongs to one comes before what belongs to the next."""
 
     def __init__(

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 
 def make_exact(model: "PolicyModel") -> None:
-    """Have a whole float32 model compute in exact arithmetic from now on.
-
-    Raises `ConfigError` for machines and models that cannot."""
+    """Have a whole float32 model compute in exact arithmetic from now on. Raises `ConfigError` for machines
+    and models that cannot."""
     refuse_other_arithmetic(device())
     refuse_vocabulary(model.real_vocab_size)
     gate = model.config

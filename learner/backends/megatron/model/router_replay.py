@@ -35,9 +35,8 @@ class RouterExperts(GivenExperts):
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores [T, k] of the experts that tokens go to, and the experts.
-
-        `scores` are of all experts, [T, E]; `choose` is what the router itself does."""
+        """Return the scores [T, k] of the experts that tokens go to, and the experts. `scores` are of all
+        experts, [T, E]; `choose` is what the router itself does."""
         allowed = of_best_groups(scores, *self._groups)
         values, own = choose(allowed, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = self.instead_of(own, scores.shape[1])

@@ -62,9 +62,8 @@ class ScalarModel(PolicyModel):
         self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0,
         head: HeadPass | None = None,
     ) -> tuple[Tensor, ...] | Tensor:  # fmt: skip
-        """Return what `outputs` does; a pipeline stage before the last returns hidden states instead.
-
-        There is no loss that could be computed with it, no token and no head for tokens."""
+        """Return what `outputs` does; a pipeline stage before the last returns hidden states instead. There
+        is no loss that could be computed with it, no token and no head for tokens."""
         hidden = self.hidden(batch)
         if not self.post_process:
             return hidden

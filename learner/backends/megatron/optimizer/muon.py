@@ -90,9 +90,8 @@ def refuse_fused_matrices(hf_config: PretrainedConfig) -> None:
 def add_muon(
     optimizer: MegatronOptimizer, chunks: Sequence[Any], hf_config: PretrainedConfig, dtype: torch.dtype
 ) -> None:
-    """Let Muon update the matrices of the layers in `dtype`, with fresh state. Every rank calls this.
-
-    Raises `ConfigError` where no matrix is trained, and where files have several in one tensor."""
+    """Let Muon update the matrices of the layers in `dtype`, with fresh state. Every rank calls this. Raises
+    `ConfigError` where no matrix is trained, and where files have several in one tensor."""
     refuse_fused_matrices(hf_config)
     found = _found_in(chunks, hf_config)
     mine: list[Piece] = []

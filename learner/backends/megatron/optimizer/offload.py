@@ -195,9 +195,8 @@ class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatro
 
 @torch.no_grad()
 def offload(part: DistributedOptimizer, fraction: float, directory: Path | None) -> None:
-    """Move `fraction` of the main weights to the host, or to a file in `directory`.
-
-    Call it before the optimizer has any state. Raises `ConfigError` where the directory has no room."""
+    """Move `fraction` of the main weights to the host, or to a file in `directory`. Call it before the
+    optimizer has any state. Raises `ConfigError` where the directory has no room."""
     optimizer = part.optimizer
     moved = _first_of(part.get_parameters(), fraction)
     part.__class__, optimizer.__class__ = OffloadedOptimizer, OffloadedAdamW

@@ -98,7 +98,6 @@ def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, l
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     """Return the global norm of the summed gradient, float32 [] on the device, and prepare it for `update`.
-
     Megatron-core's own function returns a number, for which the host waits until the device is done."""
     optimizer.prepare_grads()
     gradients: dict[dist.ProcessGroup, list[Tensor]] = {}

@@ -67,9 +67,8 @@ def _in_row(shape: tuple[int, ...], number: int, start: int, end: int) -> Iterat
 
 
 def _own_shards(optimizer: DistributedOptimizer, weights: Mapping[str, Any]) -> dict[int, ShardedTensor]:
-    """Return this rank's part of the state, cut and named as the weights are.
-
-    It is a dict as in loading, or megatron-core could not merge what a rank without parameters has saved."""
+    """Return this rank's part of the state, cut and named as the weights are. It is a dict as in loading, or
+    megatron-core could not merge what a rank without parameters has saved."""
     entries, _ = extract_sharded_tensors_and_factories(weights)
     entry_of = {entry.data: entry for entry in nested_values(entries)}
     parts = (

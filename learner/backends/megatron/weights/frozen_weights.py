@@ -28,7 +28,6 @@ def frozen_weights(
     hf_config: PretrainedConfig, trainable: TrainableWeights, head: Sequence[Rule] = ()
 ) -> set[str]:
     """Return the names in megatron-core of the weights that are not trained, of the model and of a `head`.
-
     Raises `ConfigError` as `TrainableWeights.frozen` does."""
     rules = [*family_of(hf_config).rules(shape_of(hf_config)), *head]
     places = places_in(stacks_of(hf_config))

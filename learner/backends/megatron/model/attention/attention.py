@@ -99,9 +99,8 @@ def pack_layout(
     batch: MicroBatch, ropes: Sequence[Rope], dtype: torch.dtype, context: ContextRanks = ALONE, *,
     sinks: bool = False, states: bool = False,
 ) -> PackedLayout:  # fmt: skip
-    """Precompute what attention needs, once per micro-batch.
-
-    Raises `ConfigError` for such layers and sequences that share prefixes."""
+    """Precompute what attention needs, once per micro-batch. Raises `ConfigError` for such layers and
+    sequences that share prefixes."""
     tree, bounds = batch.tree, batch.cu_seqlens
     if tree is not None:
         layout = _of_lengths(bounds, batch.lengths)
@@ -219,7 +218,6 @@ def attended(
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what a layer makes of its queries, keys and values [T, heads, d]: [T, 1, H], and no bias.
-
     `gate`, in the shape of values, weighs what the heads found."""
     recomputed = layer.checkpoint_core_attention and layer.training
     attend = layer._checkpointed_attention_forward if recomputed else layer.core_attention

@@ -99,9 +99,8 @@ def _join(
     eps: float,
     *grads: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of `heads` and of the weights from those of queries, keys and values.
-
-    With n = x * scale and g = grad * weight, d/dx = scale * (g - n * mean(g * n))."""
+    """Return the gradients of `heads` and of the weights from those of queries, keys and values. With n = x *
+    scale and g = grad * weight, d/dx = scale * (g - n * mean(g * n))."""
     joined = torch.empty_like(heads)
     joined[:, :, -1] = grads[2]
     of_weights: list[Tensor | None] = []

@@ -87,9 +87,8 @@ def _dtype_of_sums(query: Tensor) -> torch.dtype:
 def _passing(
     steps: Sequence[RingStep], key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> Iterator[tuple[RingStep, list[Tensor]]]:
-    """Yield each step with its keys and values, while those of the next one are on their way.
-
-    The list of these is emptied before those behind the next ones are received."""
+    """Yield each step with its keys and values, while those of the next one are on their way. The list of
+    these is emptied before those behind the next ones are received."""
     held = [key, value]
     for step, following in zip_longest(steps, steps[1:]):
         coming = None

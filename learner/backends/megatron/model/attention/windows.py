@@ -7,7 +7,6 @@ from bus.errors import ConfigError
 
 def windows_of(hf_config: PretrainedConfig) -> list[int | None]:
     """Return for each layer how many tokens a query sees, its own the last of them; None is all before it.
-
     Configurations that do not tell kinds of layers apart have their window in all of them."""
     layers = hf_config.num_hidden_layers
     window = getattr(hf_config, "sliding_window", None) or None
