@@ -35,7 +35,7 @@ from learner.convert.written_directory import (
     verified_size,
 )
 from learner.model_directories.checkpoint_manifest import write_manifest
-from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, RenamedWeights, Spec
+from learner.model_directories.lazy_weights import LazyWeights, Spec, joined_weights, renamed_weights
 from learner.model_directories.model_directory import (
     STORED_DTYPES,
     HFWeights,
@@ -137,13 +137,13 @@ def _with_heads_of(model: Path, hf_config: PretrainedConfig, weights: LazyWeight
     output layer beside a head that it trained are those of the run."""
     if not is_checkpoint(model) and not any(model.glob("*.safetensors")):
         return weights
-    found = JoinedWeights(weights, weights_beside(hf_config, load_hf_directory(model)[1]))
+    found = joined_weights(weights, weights_beside(hf_config, load_hf_directory(model)[1]))
     family, shape = family_of(hf_config), shape_of(hf_config)
     if not isinstance(weights, MegatronWeights) or not weights.has_trained_head:
         return found
     shared = {rule.megatron: rule.parts[0] for rule in (EMBEDDING, OUTPUT)}
     copies = {copy.parts[0]: shared[copy.megatron] for copy in family.head_copies(shape)}
-    return RenamedWeights(found, {name: copies.get(name, name) for name in found})
+    return renamed_weights(found, {name: copies.get(name, name) for name in found})
 
 
 def _by_rule(state: LazyWeights, hf_config: PretrainedConfig) -> LazyWeights:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
@@ -15,7 +14,7 @@ from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 from learner.config.process_settings import LearnerSettings
 from learner.data.demonstrations import Demonstrations
 from learner.initial.scratch_model import ensure_model_directory
-from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, SomeWeights, Spec, State
+from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State, joined_weights
 from learner.model_directories.model_directory import load_tokenizer, raw_config, refuse_other_vocabulary
 from learner.publication.whole_model import WholeModel
 from storage.built_in_tasks.generators import load_demonstrations
@@ -49,7 +48,7 @@ def as_reward_model(
     body: LazyWeights = SomeWeights(state, [name for name in state if name != OUTPUT])
     width, spread = hf_config.hidden_size, getattr(hf_config, "initializer_range", 0.02)
     drawn = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * spread
-    return config, JoinedWeights(body, _Head(drawn))
+    return config, joined_weights(body, {SCORE_HEAD: drawn})
 
 
 def refuse_reward_model(directory: Path, hf_config: PretrainedConfig, exported: Path) -> None:
@@ -61,18 +60,6 @@ def refuse_reward_model(directory: Path, hf_config: PretrainedConfig, exported: 
             "it was made of. It rewards answers with --reward reward_model "
             f"--actors.environment.reward-model.path {exported}"
         )
-
-
-class _Head(LazyWeights):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__([SCORE_HEAD])
-        self._weight = weight
-
-    def __getitem__(self, name: str) -> Tensor:
-        return {SCORE_HEAD: self._weight}[name]
-
-    def spec(self, name: str) -> Spec:
-        return Spec(tuple(self[name].shape), self[name].dtype)
 
 
 @dataclass(frozen=True)

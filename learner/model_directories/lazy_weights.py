@@ -49,62 +49,68 @@ class LazyWeights(Mapping[str, Tensor]):
         return self[name].narrow(dimension, start, stop - start)
 
 
-class SomeWeights(LazyWeights):
-    """Some of the weights of a state; the others are as if they were not there."""
+class PlacedWeights(LazyWeights):
+    """Weights of other states, by names of its own."""
 
-    def __init__(self, state: State, names: Collection[str]) -> None:
-        super().__init__(names)
-        self._state = state
+    def __init__(self, places: Mapping[str, tuple[State, str]]) -> None:
+        """`places` says which state has each, and its name there."""
+        super().__init__(places)
+        self._places = places
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
-        return self._state[name]
+        state, there = self._places[name]
+        return state[there]
 
     def spec(self, name: str) -> Spec:
-        return spec_of(self._state, name)
+        return spec_of(*self._places[name])
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        return part_of(self._state, name, dimension, start, stop)
+        return part_of(*self._places[name], dimension, start, stop)
+
+
+class SomeWeights(PlacedWeights):
+    """Some of the weights of a state; the others are as if they were not there."""
+
+    def __init__(self, state: State, names: Iterable[str]) -> None:
+        super().__init__({name: (state, name) for name in names})
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of each, unread where the state can."""
         return {name: self.spec(name).dtype for name in self}
 
 
-class JoinedWeights(LazyWeights):
-    """The weights of one, and those of another that it lacks."""
-
-    def __init__(self, first: LazyWeights, second: LazyWeights) -> None:
-        self._of = dict.fromkeys(first, first) | {name: second for name in second if name not in first}
-        super().__init__(self._of)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._of[name][name]
-
-    def spec(self, name: str) -> Spec:
-        return self._of[name].spec(name)
-
-    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        return self._of[name].part(name, dimension, start, stop)
+def joined_weights(first: State, second: State) -> LazyWeights:
+    """Return the weights of one, and those of another that it lacks."""
+    return PlacedWeights({name: (first if name in first else second, name) for name in (*first, *second)})
 
 
-class RenamedWeights(LazyWeights):
-    """Weights of another by other names; several names may be of one."""
+def renamed_weights(weights: State, names: Mapping[str, str]) -> LazyWeights:
+    """Return weights by other names: `names` are those that they have there, by their names here."""
+    return PlacedWeights({name: (weights, there) for name, there in names.items()})
 
-    def __init__(self, weights: LazyWeights, names: Mapping[str, str]) -> None:
-        """`names` are those that these have there, by their names here."""
+
+class ChangedWeights(LazyWeights):
+    """The weights of a state, but for some that are made of what lies there."""
+
+    def __init__(self, weights: State, names: Collection[str], made: Mapping[str, Spec]) -> None:
+        """`names` are those of all weights, and `made` the specs of those that `make` makes."""
         super().__init__(names)
-        self._weights, self._names = weights, names
+        self._weights, self._made = weights, made
+
+    @abstractmethod
+    def make(self, name: str) -> Tensor:
+        """Return one of those that are made."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._names[name]]
+        return self.make(name) if name in self._made else self._weights[name]
 
     def spec(self, name: str) -> Spec:
-        return self._weights.spec(self._names[name])
+        return self._made[name] if name in self._made else spec_of(self._weights, name)
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        return self._weights.part(self._names[name], dimension, start, stop)
+        if name in self._made:
+            return super().part(name, dimension, start, stop)
+        return part_of(self._weights, name, dimension, start, stop)
 
 
 def spec_of(state: State, name: str) -> Spec:

@@ -16,7 +16,7 @@ from torch import Tensor
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from learner.host_memory.host_tensors import NAMES, host_tensors
-from learner.model_directories.lazy_weights import LazyWeights, Spec
+from learner.model_directories.lazy_weights import ChangedWeights, LazyWeights, Spec
 from storage.weights.fp8 import TASK_ELEMENTS, Blocks, dequantised
 from storage.weights.int4 import PACKED_COLUMNS, unpacked
 from storage.weights.quantisation import (
@@ -37,17 +37,15 @@ INPUT_SCALE = ".input_scale"
 """Ends the names of scales of activations, which weights alone do not need."""
 
 
-class QuantisedWeights(LazyWeights):
+class QuantisedWeights(ChangedWeights):
     """The weights with codes and scales in the place of those that are quantised."""
 
     def __init__(self, weights: LazyWeights, found: FileFormat, threads: Executor | None = None) -> None:
-        self._weights = weights
         self._format = found
         self._threads = threads
         self._sources: dict[str, str] = {}
         """The weight of each tensor; its own name if it stays."""
-        self._specs: dict[str, Spec] = {}
-        """Shapes and dtypes of the tensors of quantised weights."""
+        specs: dict[str, Spec] = {}
         for name in weights:
             shape, dtype = weights.spec(name)
             if not is_quantised(name, shape):
@@ -55,27 +53,22 @@ class QuantisedWeights(LazyWeights):
                 continue
             for end, (stored, sizes) in found.stored(shape, NAMES[dtype]).items():
                 self._sources[name + end] = name
-                self._specs[name + end] = Spec(sizes, getattr(torch, TORCH_DTYPES[stored]))
-        super().__init__(self._sources)
+                specs[name + end] = Spec(sizes, getattr(torch, TORCH_DTYPES[stored]))
+        super().__init__(weights, self._sources, specs)
         self._last: tuple[str, Mapping[str, HostTensor]] = "", {}
         """The weight quantised last, whose other tensors are asked for next."""
 
-    def __getitem__(self, name: str) -> Tensor:
+    def make(self, name: str) -> Tensor:
         weight = self._sources[name]
-        if name not in self._specs:
-            return self._weights[weight]
         if self._last[0] != weight:
             source = host_tensors({weight: self._weights[weight].contiguous()})
             self._last = weight, quantised(source, self._format, self._threads, task_elements=TASK_ELEMENTS)
         found = self._last[1][name]
         kind = f"i{found.words.itemsize}"
-        return torch.from_numpy(found.words.view(kind)).view(self._specs[name].dtype).reshape(found.shape)
-
-    def spec(self, name: str) -> Spec:
-        return self._specs[name] if name in self._specs else self._weights.spec(name)
+        return torch.from_numpy(found.words.view(kind)).view(self.spec(name).dtype).reshape(found.shape)
 
 
-class DequantisedWeights(LazyWeights):
+class DequantisedWeights(ChangedWeights):
     """The weights that codes and scales stand for, in `dtype`; the others are as they are.
 
     Raises `ConfigError` when it is made for codes without scales, scales without codes, and scales of other
@@ -86,18 +79,16 @@ class DequantisedWeights(LazyWeights):
         threads: Executor | None = None,
     ) -> None:  # fmt: skip
         """Take what is stored; `blocks` are None where each tensor has one scale, or each row has."""
-        self._weights = weights
         self._threads = threads
         self._blocks = blocks
         self._dtype = dtype
         self._scale_of = dict(_scales_of_codes(weights, blocks))
         scales = set(self._scale_of.values())
         kept = (name for name in weights if name not in scales and not name.endswith(INPUT_SCALE))
-        super().__init__(dict.fromkeys(kept))
+        made = {name: Spec(weights.spec(name).shape, dtype) for name in self._scale_of}
+        super().__init__(weights, dict.fromkeys(kept), made)
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._scale_of:
-            return self._weights[name]
+    def make(self, name: str) -> Tensor:
         codes, scales = self._weights[name], self._weights[self._scale_of[name]].float()
         of_rows = self._blocks is None and scales.numel() > 1
         blocks = self._blocks or Blocks(1, codes.shape[1])
@@ -112,10 +103,6 @@ class DequantisedWeights(LazyWeights):
         if not found.isfinite().all():
             raise StorageError(f"{name} has values that are not finite: codes or scales are damaged")
         return found.to(self._dtype)
-
-    def spec(self, name: str) -> Spec:
-        spec = self._weights.spec(name)
-        return Spec(spec.shape, self._dtype) if name in self._scale_of else spec
 
 
 def blocks_of(config: Path, size: Json) -> Blocks | None:
@@ -167,15 +154,12 @@ _ELEMENTS = 32
 """Elements that share a scale."""
 
 
-class FromMxfp4Weights(LazyWeights):
+class FromMxfp4Weights(ChangedWeights):
     """The weights that blocks and scales stand for, in `dtype`; the others are as they are. Raises
     `ConfigError` when it is made for blocks whose scales do not fit."""
 
     def __init__(self, weights: LazyWeights, dtype: torch.dtype) -> None:
-        self._weights = weights
-        self._dtype = dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the weights in MXFP4."""
+        made: dict[str, Spec] = {}
         for name in (found.removesuffix(BLOCKS) for found in weights if found.endswith(BLOCKS)):
             shape = weights.spec(name + BLOCKS).shape
             scales = weights.spec(name + SCALES).shape if name + SCALES in weights else None
@@ -185,24 +169,19 @@ class FromMxfp4Weights(LazyWeights):
                     f"{'missing' if scales is None else list(scales)}: blocks must be [experts, outputs, "
                     "inputs / 32, 16], and their scales the same without the last"
                 )
-            self._shapes[name] = (shape[0], shape[2] * _ELEMENTS, shape[1])
-        gone = {name + suffix for name in self._shapes for suffix in (BLOCKS, SCALES)}
+            made[name] = Spec((shape[0], shape[2] * _ELEMENTS, shape[1]), dtype)
+        gone = {name + suffix for name in made for suffix in (BLOCKS, SCALES)}
         kept = (name for name in weights if name not in gone or name.endswith(BLOCKS))
-        super().__init__(dict.fromkeys(name.removesuffix(BLOCKS) for name in kept))
+        super().__init__(weights, dict.fromkeys(name.removesuffix(BLOCKS) for name in kept), made)
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._shapes:
-            return self._weights[name]
+    def make(self, name: str) -> Tensor:
         blocks, scales = self._weights[name + BLOCKS], self._weights[name + SCALES]
         if (scales == _NAN).any():
             raise StorageError(f"{name}{SCALES} has {_NAN}, which is no number: the file is damaged")
-        whole = torch.empty(self._shapes[name], dtype=self._dtype)
+        whole = torch.empty(self.spec(name).shape, dtype=self.spec(name).dtype)
         for expert, (codes, exponents) in enumerate(zip(blocks, scales, strict=True)):
             whole[expert] = decoded(codes, exponents).t()
         return whole
-
-    def spec(self, name: str) -> Spec:
-        return Spec(self._shapes[name], self._dtype) if name in self._shapes else self._weights.spec(name)
 
 
 def decoded(codes: Tensor, exponents: Tensor) -> Tensor:
@@ -234,7 +213,7 @@ def group_size(config: Mapping[str, Json]) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-class FromInt4Weights(LazyWeights):
+class FromInt4Weights(ChangedWeights):
     """The weights that packed codes and scales stand for, in `dtype`; the others are as they are.
 
     Raises `ConfigError` when it is made for codes whose scales do not fit, or are of columns in another
@@ -243,11 +222,8 @@ class FromInt4Weights(LazyWeights):
     def __init__(
         self, weights: LazyWeights, group: int, dtype: torch.dtype, threads: Executor | None = None
     ) -> None:
-        self._weights = weights
         self._threads = threads
-        self._dtype = dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the weights in int4."""
+        made: dict[str, Spec] = {}
         for name in (found.removesuffix(PACKED) for found in weights if found.endswith(PACKED)):
             if name + SCALE not in weights or name + SHAPE not in weights:
                 raise ConfigError(f"{name}{PACKED} has no {name}{SCALE} or no {name}{SHAPE} beside it")
@@ -264,21 +240,16 @@ class FromInt4Weights(LazyWeights):
                 raise ConfigError(
                     f"{name}{SCALE} must be {list(wanted)} for {list(shape)}, and is {list(given)}"
                 )
-            self._shapes[name] = shape
-        gone = {name + suffix for name in self._shapes for suffix in (PACKED, SCALE, SHAPE)}
+            made[name] = Spec(shape, dtype)
+        gone = {name + suffix for name in made for suffix in (PACKED, SCALE, SHAPE)}
         kept = (name for name in weights if name not in gone or name.endswith(PACKED))
-        super().__init__(dict.fromkeys(name.removesuffix(PACKED) for name in kept))
+        super().__init__(weights, dict.fromkeys(name.removesuffix(PACKED) for name in kept), made)
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._shapes:
-            return self._weights[name]
+    def make(self, name: str) -> Tensor:
         words, scales = self._weights[name + PACKED].numpy(), self._weights[name + SCALE].float().numpy()
         found = torch.from_numpy(
-            unpacked(words.view(np.uint32), scales, self._shapes[name][1], self._threads)
+            unpacked(words.view(np.uint32), scales, self.spec(name).shape[1], self._threads)
         )
         if not found.isfinite().all():
             raise StorageError(f"{name} has values that are not finite: its scales are damaged")
-        return found.to(self._dtype)
-
-    def spec(self, name: str) -> Spec:
-        return Spec(self._shapes[name], self._dtype) if name in self._shapes else self._weights.spec(name)
+        return found.to(self.spec(name).dtype)

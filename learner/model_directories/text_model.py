@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
-from learner.model_directories.lazy_weights import LazyWeights, RenamedWeights, Spec, part_of
+from learner.model_directories.lazy_weights import ChangedWeights, LazyWeights, Spec, part_of, renamed_weights
 from storage.model_files.families import family_named
 from storage.model_files.text_model import is_multimodal, own_name
 
@@ -24,46 +24,39 @@ def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
     model's. Those of a model that is trained as a whole, whose configuration is not `text`, are returned."""
     if text.get_text_config() is text and is_multimodal(weights):
         names = {own: name for name in weights if (own := own_name(name)) is not None}
-        weights = RenamedWeights(weights, names)
+        weights = renamed_weights(weights, names)
     return _EachExpert(weights) if family_named(text.model_type).stacks_experts else weights
 
 
-class _EachExpert(LazyWeights):
+class _EachExpert(ChangedWeights):
     """Weights with a tensor of each expert's gate, up and down, where files have one tensor of all. Those are
     [experts, gate and up, inputs] and [experts, outputs, inputs]."""
 
     def __init__(self, weights: LazyWeights) -> None:
-        self._weights = weights
         self._places: dict[str, tuple[str, int, slice]] = {}
         """Name of the stack, number of the expert and its rows, by the names of single tensors."""
-        super().__init__(dict.fromkeys(chain.from_iterable(map(self._parts, weights))))
+        made: dict[str, Spec] = {}
+        names = chain.from_iterable(self._parts(name, weights, made) for name in weights)
+        super().__init__(weights, dict.fromkeys(names), made)
 
-    def _parts(self, name: str) -> Iterator[str]:
+    def _parts(self, name: str, weights: LazyWeights, made: dict[str, Spec]) -> Iterator[str]:
         stack = _STACKED_EXPERTS.fullmatch(name)
         if stack is None:
             yield name
             return
-        experts, rows, _ = self._weights.spec(name).shape
+        (experts, rows, inputs), dtype = weights.spec(name)
         halves = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
         parts = halves if stack[2] == "gate_up_proj" else {"down_proj": slice(0, rows)}
         for expert in range(experts):
             for part, place in parts.items():
                 own = f"{stack[1]}{expert}.{part}.weight"
                 self._places[own] = name, expert, place
+                made[own] = Spec((place.stop - place.start, inputs), dtype)
                 yield own
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._places:
-            return self._weights[name]
+    def make(self, name: str) -> Tensor:
         stack, expert, rows = self._places[name]
         return part_of(self._weights, stack, 0, expert, expert + 1)[0, rows]
-
-    def spec(self, name: str) -> Spec:
-        if name not in self._places:
-            return self._weights.spec(name)
-        stack, _, rows = self._places[name]
-        shape, dtype = self._weights.spec(stack)
-        return Spec((rows.stop - rows.start, shape[2]), dtype)
 
 
 def refuse_other_tensors(source: Path, text: PretrainedConfig, weights: LazyWeights) -> None:

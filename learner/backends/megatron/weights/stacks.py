@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Family, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.model_directories.lazy_weights import LazyWeights, Spec, State, part_of, spec_of
+from learner.model_directories.lazy_weights import ChangedWeights, LazyWeights, Spec, State, part_of, spec_of
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,10 @@ def unstacked(state: State, stacks: Sequence[Stack]) -> State:
     return state.members if isinstance(state, StackedWeights) else _Members(state, stacks)
 
 
-class _Members(LazyWeights):
+class _Members(ChangedWeights):
     """The weights of a state with the members of stacks in their place."""
 
     def __init__(self, state: State, stacks: Sequence[Stack]) -> None:
-        self._state = state
         found = {stack.name: stack for stack in stacks if stack.name in state}
         self._places = places_in(found.values())
         names = (
@@ -158,51 +157,37 @@ class _Members(LazyWeights):
             else (name,)
             for name in state
         )
-        super().__init__(dict.fromkeys(name for several in names for name in several))
+        specs = {name: spec_of(state, name) for name in found}
+        made = {}
+        for member, place in self._places.items():
+            shape, dtype = specs[place.stack.name]
+            made[member] = Spec(place.stack.member_shape(shape), dtype)
+        super().__init__(state, dict.fromkeys(name for several in names for name in several), made)
 
-    def __getitem__(self, name: str) -> Tensor:
-        place = self._places.get(name)
-        if place is None:
-            return self._state[name]
-        return place.read(self._state)
-
-    def spec(self, name: str) -> Spec:
-        place = self._places.get(name)
-        if place is None:
-            return spec_of(self._state, name)
-        shape, dtype = spec_of(self._state, place.stack.name)
-        return Spec(place.stack.member_shape(shape), dtype)
-
-    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
-        if name not in self._places:
-            return part_of(self._state, name, dimension, start, stop)
-        return self[name].narrow(dimension, start, stop - start)
+    def make(self, name: str) -> Tensor:
+        return self._places[name].read(self._weights)
 
 
-class StackedWeights(LazyWeights):
+class StackedWeights(ChangedWeights):
     """Weights by the names of files, made of some by the names of rules."""
 
     def __init__(self, members: LazyWeights, stacks: Sequence[Stack]) -> None:
         self.members = members
         self._stacks = {stack.name: stack for stack in stacks}
         places = places_in(stacks)
-        super().__init__(dict.fromkeys(file_name(name, places) for name in members))
+        firsts = {
+            n: members.spec(stack.members[0][0])
+            for n, stack in self._stacks.items()
+            if stack.members[0][0] in members
+        }
+        made = {name: Spec(self._stacks[name].shape(shape), dtype) for name, (shape, dtype) in firsts.items()}
+        super().__init__(members, dict.fromkeys(file_name(name, places) for name in members), made)
 
-    def __getitem__(self, name: str) -> Tensor:
-        stack = self._stacks.get(name)
-        if stack is None:
-            return self.members[name]
+    def make(self, name: str) -> Tensor:
         whole = torch.empty(*self.spec(name)[:1], dtype=self.spec(name).dtype)
-        for member, place in places_in([stack]).items():
+        for member, place in places_in([self._stacks[name]]).items():
             place.of(whole).copy_(self.members[member])
         return whole
-
-    def spec(self, name: str) -> Spec:
-        stack = self._stacks.get(name)
-        if stack is None:
-            return self.members.spec(name)
-        shape, dtype = self.members.spec(stack.members[0][0])
-        return Spec(stack.shape(shape), dtype)
 
 
 def stacked(weights: Iterable[tuple[str, Tensor]], stacks: Sequence[Stack]) -> Iterator[tuple[str, Tensor]]:
