@@ -89,8 +89,8 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
         at_end: is called with the backend after the last step.
 
     Raises `ConfigError` when there is no checkpoint to start from, the lineage lacks a step, or a critic or
-    other adapters are wanted than the run has, `StorageError`
-    for groups that are no longer there and for a checkpoint that is damaged or of another history."""
+    other adapters are wanted than the run has, `StorageError` for groups that are no longer there and for a
+    checkpoint that is damaged or of another history."""
     used = changed or settings.learner
     _refuse_other_adapters(settings.learner.lora, used.lora)
     _refuse_other_optimizer(settings.learner.optimizer.matrices, used.optimizer.matrices)

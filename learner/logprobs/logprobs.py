@@ -273,14 +273,10 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
     for (members, batch), values in zip(packs, values_of, strict=True):
         for i, of_sample in zip(members, torch.split(values, list(batch.lengths)), strict=True):
             shifted = torch.cat((torch.full((1,), torch.nan), of_sample[:-1])).numpy()
-            _refuse_not_finite(samples[i], shifted)
+            if not np.isfinite(shifted[1:][samples[i].loss_mask[1:]]).all():
+                raise TrainingError(
+                    f"the critic gives {samples[i].name} a value that is not finite: go on from an older "
+                    "checkpoint with a lower learner.critic.optimizer.lr"
+                )
             found[i] = samples[i].with_streams(values=shifted)
     return [found[i] for i in range(len(samples))]
-
-
-def _refuse_not_finite(sample: Sample, values: np.ndarray) -> None:
-    if not np.isfinite(values[1:][sample.loss_mask[1:]]).all():
-        raise TrainingError(
-            f"the critic gives {sample.name} a value that is not finite: go on from an older checkpoint with "
-            "a lower learner.critic.optimizer.lr"
-        )

@@ -55,10 +55,6 @@ def _is_routed(module: str) -> bool:
     return len(parts) > 2 and parts[-3] == "experts" and parts[-2].isdigit()
 
 
-def _is_of_mlp(module: str) -> bool:
-    return _is_routed(module) or module.endswith(MLP)
-
-
 def _config(adapters: TrainedAdapters, model: str) -> dict[str, JsonValue]:
     lora = adapters.config
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft declares whole numbers
@@ -88,7 +84,7 @@ def _targets(adapters: TrainedAdapters) -> dict[str, JsonValue]:
     """Return what says which layers have adapters. Those of DoRA can be modules alone."""
     lora = adapters.config
     is_mixture = any(_is_routed(name.removesuffix(WEIGHT)) for name in adapters.base)
-    of_mlp = [module for module in adapters.modules if _is_of_mlp(module)]
+    of_mlp = [module for module in adapters.modules if _is_routed(module) or module.endswith(MLP)]
     if not is_mixture or not of_mlp or lora.weight_decomposed:
         ends = sorted({name.rsplit(".", 1)[-1] for name in adapters.modules})
         return {"target_modules": [*(lora.targets or ends)]}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 from statistics import fmean
 
 from bus.requests import GroupRef
@@ -116,7 +116,8 @@ def train_on(
         ),
         ranks,
     )
-    updates = _by_update(batch.samples, learner.batch.updates)
+    count = learner.batch.updates
+    updates = [[one for one in batch.samples if one.update_slot % count == n] for n in range(count)]
     critic: Mapping[str, float] = {}
     if learner.has_critic:
         with times.part("critic_s"):
@@ -175,10 +176,6 @@ def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig)
     return counting_left_out(packs, left_out)
 
 
-def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
-    return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
-
-
 OF_EQUAL_WEIGHTS = ("mismatch_nats", "mismatch_older_kv_nats", "bit_equal_fraction")
 """Figures that compare tokens with the very weights that sampled them, which only the first update has: the
 others have drifted from them by the updates before."""
@@ -204,7 +201,9 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
     counts = [update.tokens - update.left_out_tokens for update in updates]
     return StepResult(
         loss=mean([(update.loss, update.denominator) for update in updates]),
-        grad_norm=max((update.grad_norm for update in updates), key=_alarming),
+        grad_norm=max(
+            (update.grad_norm for update in updates), key=lambda norm: norm if isfinite(norm) else inf
+        ),
         lr=updates[-1].lr,
         tokens=sum(update.tokens for update in updates),
         computed_tokens=sum(update.computed_tokens for update in updates),
@@ -219,11 +218,6 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         seconds={name: sum(one.seconds[name] for one in updates) for name in updates[0].seconds},
         ratios={name: ratios for update in updates for name, ratios in update.ratios.items()},
     )
-
-
-def _alarming(norm: float) -> tuple[bool, float]:
-    """Sorts gradient norms: whatever is not finite comes last, since comparing with NaN sorts nothing."""
-    return (False, norm) if isfinite(norm) else (True, 0.0)
 
 
 def lineage_line(

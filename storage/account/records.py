@@ -361,7 +361,8 @@ def _remove_oldest(directory: Path) -> None:
             return
         with path.open("rb") as file:
             owner = _owner(file.readline())
-        _mark_incomplete(directory, owner.writer if owner is not None else _writer_of(path))
+        named = unquote(path.name.removesuffix(SUFFIX).rpartition("-")[0])
+        _mark_incomplete(directory, owner.writer if owner is not None else named)
         path.unlink(missing_ok=True)
         total -= stat.st_size
 
@@ -369,10 +370,6 @@ def _remove_oldest(directory: Path) -> None:
 def _mark_incomplete(directory: Path, writer: str) -> None:
     name = _file_name(writer)
     (directory / f"{name}{INCOMPLETE}").write_text("" if unquote(name) == writer else writer)
-
-
-def _writer_of(path: Path) -> str:
-    return unquote(path.name.removesuffix(SUFFIX).rpartition("-")[0])
 
 
 def _file_name(writer: str) -> str:

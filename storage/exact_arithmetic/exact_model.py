@@ -147,10 +147,7 @@ class _Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if not functions.is_exact() and (name not in MOVES | ROUNDED_ONCE or _is_other_power(name, args)):
+        is_single = name in MOVES | ROUNDED_ONCE and (name != "pow" or args[1] == 2)
+        if not functions.is_exact() and not is_single:
             self.others.add(f"torch.ops.aten.{name}")
         return func(*args, **(kwargs or {}))
-
-
-def _is_other_power(name: str, args: tuple[Any, ...]) -> bool:
-    return name == "pow" and args[1] != 2

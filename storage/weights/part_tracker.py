@@ -81,7 +81,8 @@ class PartTracker:
         load = Counter(url for one in active for url, _ in one.fetches.values())
         places = {one.url: one.place for one in others}
         taken = _taken(host, active, places, now - SLOW_S - part_bytes / SLOWEST_BYTES_PER_S)
-        from_learner = _from_learner(active, now - BUSY_S)
+        fetches = (fetch for one in active for fetch in one.fetches.values())
+        from_learner = sum(url == ORIGIN and since_s > now - BUSY_S for url, since_s in fetches)
         serving = [one for one in others if one.url and self._may_ask(host, one.url, now)]
         lacking = [part for part, state in enumerate(asked.have) if state == LACKED]
         random.shuffle(lacking)  # so that hosts that begin together have different parts for each other
@@ -154,13 +155,6 @@ def _taken(host: _Host, active: list[_Host], places: Mapping[str, str], slow_s: 
         if one.url and since_s > slow_s
         and (url == ORIGIN or (one.place == host.place and places.get(url) != host.place))
     }  # fmt: skip
-
-
-def _from_learner(active: list[_Host], lately_s: float) -> int:
-    """Return how many parts hosts were told to get from the learner since `lately_s`, and have not yet."""
-    return sum(
-        url == ORIGIN and since_s > lately_s for one in active for url, since_s in one.fetches.values()
-    )
 
 
 def _place(url: str) -> str:

@@ -139,7 +139,8 @@ def losses_and_counts(objective: Objective, tokens: LossTokens) -> tuple[Tensor,
     penalised, sums = _penalised(objective, tokens)
     losses, found = objective.loss_function(penalised)
     sums |= found
-    log_ratio = _log_ratio(objective, tokens)
+    # It says how much likelier each token is under the policy that the loss takes it to come from.
+    log_ratio = _assumed(objective, tokens) - tokens.streams["behaviour_logprobs"]
     weights, kept, found = _correction(objective, tokens, log_ratio)
     sums |= found
     rejected = {"correction": ~kept} if objective.correction.may_reject else {}
@@ -186,12 +187,6 @@ def _with_proximal(objective: Objective, tokens: LossTokens) -> LossTokens:
         staleness = (tokens.policy_version - tokens.streams["policy_versions"]).clamp(min=0)
         now = torch.where(staleness > 0, torch.lerp(now, then, 1 / staleness.clamp(min=1)), now)
     return tokens.with_streams(proximal_logprobs=now)
-
-
-def _log_ratio(objective: Objective, tokens: LossTokens) -> Tensor:
-    """Return how much likelier each token is under the policy that the loss takes it to come from than under
-    the one that sampled it, [N] nats, without gradient."""
-    return _assumed(objective, tokens) - tokens.streams["behaviour_logprobs"]
 
 
 def _assumed(objective: Objective, tokens: LossTokens) -> Tensor:

@@ -133,7 +133,9 @@ class TrainedAdapters:
 
     def described(self, weights: BlobRef) -> AdaptedBase:
         """Return what is announced of them; `weights` is where the frozen ones were published."""
-        modules = sorted({".".join(_without_numbers(module)[-2:]) for module in self.modules})
+        modules = sorted(
+            {".".join([p for p in module.split(".") if not p.isdigit()][-2:]) for module in self.modules}
+        )
         return AdaptedBase(
             weights=weights,
             scale=self.config.scale,
@@ -141,11 +143,6 @@ class TrainedAdapters:
             modules=tuple(modules),
             weight_decomposed=self.config.weight_decomposed,
         )
-
-
-def _without_numbers(module: str) -> list[str]:
-    """Return the parts of a layer's name without the numbers of its layer and its expert."""
-    return [part for part in module.split(".") if not part.isdigit()]
 
 
 class StagedFiles(Protocol):

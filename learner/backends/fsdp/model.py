@@ -201,8 +201,12 @@ class PackedModel(torch.nn.Module):
     def _plain_logits(self, batch: MicroBatch) -> Tensor:
         self.hf.set_attn_implementation("eager")
         try:
+            tower = self.vision
             sequences = zip(torch.split(batch.tokens, list(batch.lengths)), batch.images_apart, strict=True)
-            inputs = [(each[None], self._plain_images(shown, len(each))) for each, shown in sequences]
+            inputs = [
+                (each[None], {} if tower is None else tower.plain_inputs(shown, len(each), device()))
+                for each, shown in sequences
+            ]
             with nullcontext() if self.fused is None else self.fused.switched_off():
                 passes = (
                     self._plain_pass(input_ids=each, use_cache=False, **shown) for each, shown in inputs
@@ -222,9 +226,6 @@ class PackedModel(torch.nn.Module):
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _plain_images(self, images: Sequence[PlacedImage], length: int) -> Mapping[str, Tensor]:
-        return {} if self.vision is None else self.vision.plain_inputs(images, length, device())
 
 
 class ShardedModel(PackedModel, FSDPModule):

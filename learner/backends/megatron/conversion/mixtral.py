@@ -39,10 +39,6 @@ MIXTRAL = Family(
 )
 
 
-def _sigmoid_experts(hf_config: PretrainedConfig) -> Experts:
-    return replace(local_experts(hf_config), score="sigmoid", choice_bias=True)
-
-
 def minimax_m2(hf_config: PretrainedConfig) -> Family:
     """Return MiniMax-M2: experts chosen by sigmoids and a bias, and norms of all queries or keys of a token
     together; the configuration says how much of each head is rotated."""
@@ -60,7 +56,7 @@ def minimax_m2(hf_config: PretrainedConfig) -> Family:
         layer_rules=replaced(SHARED_LAYER, attention),
         router_rules=(*MIXTRAL.router_rules, bias),
         expert_rules=MIXTRAL.expert_rules,
-        experts=_sigmoid_experts,
+        experts=lambda c: replace(local_experts(c), score="sigmoid", choice_bias=True),
         requirements=MIXTRAL.requirements,
         qk_norm=True,
         joint_norms=True,
@@ -72,10 +68,6 @@ def minimax_m2(hf_config: PretrainedConfig) -> Family:
 EXPERT = "mlp.experts.{}."
 """Begins the names of an expert's tensors, which are stacked in files."""
 EXPERT_PROJECTIONS = tuple(f"{EXPERT}{part}_proj" for part in ("gate", "up", "down"))
-
-
-def _biased_experts(hf_config: PretrainedConfig) -> Experts:
-    return replace(local_experts(hf_config), biased=True)
 
 
 def gpt_oss(hf_config: PretrainedConfig) -> Family:
@@ -99,7 +91,7 @@ def gpt_oss(hf_config: PretrainedConfig) -> Family:
             layer_rule(f"{local}.linear_fc1.bias", [f"{gate}.bias", f"{up}.bias"], GATE_UP),
             layer_rule(f"{local}.linear_fc2.bias", [f"{down}.bias"]),
         ),
-        experts=_biased_experts,
+        experts=lambda c: replace(local_experts(c), biased=True),
         stacked={
             "mlp.experts.gate_up_proj": (f"{gate}.weight", f"{up}.weight"),
             "mlp.experts.gate_up_proj_bias": (f"{gate}.bias", f"{up}.bias"),

@@ -26,6 +26,7 @@ from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Cut,
+    data_parallel_rank,
     global_name,
     parts_of,
     slice_of,
@@ -142,17 +143,11 @@ def _pieces(
             continue
         name, stored = found[parameter]
         # Ranks that have all of a tensor update it each by itself, in a distributed optimizer with others.
-        replica = () if isinstance(part, DistributedOptimizer) else (_data_parallel_rank(name),)
+        replica = () if isinstance(part, DistributedOptimizer) else (data_parallel_rank(name),)
         if stored.cut.dimension is None:
             replica = (*replica, parallel_state.get_tensor_model_parallel_rank())
         name = f"{name} {replica}"
         yield Piece(name, dist.get_rank(), stored.cut.rank, start, start + main.numel()), main, stored
-
-
-def _data_parallel_rank(name: str) -> int:
-    if _is_of_expert(name):
-        return parallel_state.get_expert_data_parallel_rank()  # type: ignore[no-any-return]
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True)  # type: ignore[no-any-return]
 
 
 def _save_no_second_moment(part: DistributedOptimizer, matrices: Container[torch.nn.Parameter]) -> None:

@@ -64,7 +64,8 @@ def load_hf_weights(
         why = "they are of heads for several next tokens, which stay as they came"
         log.info("weights_not_trained", tensors=len(state) - len(wanted), why=why)
     places = places_in(stacks)
-    problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted, places)))
+    here = list(_problems(slices, rules, shape, state, wanted, places))
+    problems = list(dict.fromkeys(problem for of_rank in gathered(here) for problem in of_rank))
     if problems:
         raise ConfigError(f"these weights do not fit the model:\n{listed(problems)}")
     state = unstacked(state, stacks)
@@ -302,7 +303,7 @@ def _holders(slices: Mapping[str, Slice]) -> Holders:
     mine = {
         name: Holder(s.dimension, s.ranks, s.rank, s.sizes, dist.get_rank(), s.parameter.dtype)
         for name, s in slices.items()
-        if _is_first_replica(name)
+        if data_parallel_rank(name) == 0
     }
     found: dict[str, dict[int, Holder]] = {}
     for of_rank in gathered(mine):
@@ -311,10 +312,11 @@ def _holders(slices: Mapping[str, Slice]) -> Holders:
     return {name: [by_slice[i] for i in sorted(by_slice)] for name, by_slice in found.items()}
 
 
-def _is_first_replica(name: str) -> bool:
+def data_parallel_rank(name: str) -> int:
+    """Return this rank's number among those that have the same part of a parameter."""
     if EXPERT.search(name):
-        return bool(parallel_state.get_expert_data_parallel_rank() == 0)
-    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+        return parallel_state.get_expert_data_parallel_rank()  # type: ignore[no-any-return]
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)  # type: ignore[no-any-return]
 
 
 def _gather(mine: Slice | None, holders: Sequence[Holder]) -> list[tuple[Tensor, Cut]] | None:
@@ -335,10 +337,6 @@ def _received(mine: Slice | None, holder: Holder) -> Tensor:
     return received
 
 
-def _of_any_rank(problems: list[str]) -> list[str]:
-    return list(dict.fromkeys(problem for of_rank in gathered(problems) for problem in of_rank))
-
-
 def _problems(
     slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str],
     places: Places,
@@ -351,7 +349,9 @@ def _problems(
     for name, expected in in_files(expected_shapes, places).items():
         yield from _misfit(state, name, expected)
     known = {file_name(name, places) for rule in rules for name in rule.parts}
-    yield from (f"unexpected {name}" for name in sorted(wanted - known) if not _ignored(name, shape))
+    # A tied output layer and a buffer of old Llama files say nothing new.
+    known |= {name for name in wanted if name.endswith("rotary_emb.inv_freq")}
+    yield from (f"unexpected {n}" for n in sorted(wanted - known) if not (shape.tied and n in OUTPUT.parts))
 
 
 def part_shapes_of(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
@@ -373,8 +373,3 @@ def _misfit(state: State, name: str, expected: tuple[int, ...]) -> Iterator[str]
         return
     if found != expected:
         yield f"{name} is {list(found)}, not {list(expected)}"
-
-
-def _ignored(name: str, shape: Shape) -> bool:
-    """Tell names that say nothing new: a tied output layer, and a buffer of old Llama files."""
-    return (shape.tied and name in OUTPUT.parts) or name.endswith("rotary_emb.inv_freq")

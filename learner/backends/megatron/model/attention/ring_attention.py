@@ -48,7 +48,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[RingStep],
         group: dist.ProcessGroup, scale: float,
     ) -> Tensor:  # fmt: skip
-        dtype = _dtype_of_sums(query)
+        dtype = torch.promote_types(query.dtype, torch.float32)
         output = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=dtype)
         log_total = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
         for step, held in _passing(steps, key, value, group):
@@ -78,10 +78,6 @@ class _RingAttention(torch.autograd.Function):
                 returning.append((step, _returned(step, parts, key, value, ctx.group)))
         _add_returned(returning, of_own)
         return *(total.to(query.dtype) for total in (of_query, *of_own)), None, None, None
-
-
-def _dtype_of_sums(query: Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _passing(
