@@ -49,6 +49,8 @@ AGENTS = [
     Foreign("openai_agents", ("openai-agents>=0.24,<1",), (CALL, "42", CALL, "42"), 2),
     Foreign("langgraph", ("langgraph>=1.2,<2", "langchain-openai>=1.7,<2"), (CALL, "42", CALL, "42"), 2),
     Foreign("pydantic_ai", ("pydantic-ai-slim[openai]>=2,<3",), (CALL, "42", CALL, "42"), 2),
+    Foreign("litellm", ("litellm>=1.110,<2",), (CALL, "42", CALL, "42"), 2),
+    Foreign("crewai", ("crewai>=1.15,<2",), (CALL, "42", "wrong"), 3),
     Foreign("smolagents", ("smolagents[openai]>=1.26,<2",), (CALL, FINAL_CALL), 2),
     Foreign("verifiers", ("verifiers>=0.4,<0.5",), (CALL, "42"), 1),
     Foreign("google_adk", ("google-genai>=2,<3", "google-adk>=2,<3"), (CALL, "42", "wrong", CALL, "42"), 3),
@@ -134,6 +136,8 @@ CODING_AGENTS = {
     "codex": ("@openai/codex", "exec_command", {"cmd": "expr 40 + 2"}),
     "gemini": ("@google/gemini-cli", "run_shell_command", {"command": "expr 40 + 2"}),
     "claude": ("@anthropic-ai/claude-code", "Bash", {"command": "expr 40 + 2", "description": "adds"}),
+    "qwen": ("@qwen-code/qwen-code", "run_shell_command", {"command": "expr 40 + 2", "is_background": False}),
+    "opencode": ("opencode-ai", "bash", {"command": "expr 40 + 2", "description": "adds"}),
 }
 """Coding agents by the names of their programs: their packages, and the call by which each runs a command."""
 

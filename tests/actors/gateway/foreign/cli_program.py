@@ -15,6 +15,8 @@ COMMANDS = {
               "-c", "model_provider=sluice", "-m", "policy"],
     "gemini": ["--yolo", "-p"],
     "claude": ["--dangerously-skip-permissions", "-p"],
+    "qwen": ["--yolo", "--auth-type", "openai", "-m", "policy", "-p"],
+    "opencode": ["run", "--auto", "-m", "sluice/policy"],
 }  # fmt: skip
 (home / ".gemini").mkdir()
 (home / ".gemini/settings.json").write_text('{"security": {"auth": {"selectedType": "gemini-api-key"}}}')
@@ -22,6 +24,9 @@ COMMANDS = {
 provider = {"name": "sluice", "base_url": os.environ["OPENAI_BASE_URL"], "env_key": "OPENAI_API_KEY"}
 written = "\n".join(f"{key} = {json.dumps(value)}" for key, value in provider.items())
 (home / ".codex/config.toml").write_text(f"[model_providers.sluice]\n{written}\n")
+options = {"baseURL": os.environ["OPENAI_BASE_URL"], "apiKey": os.environ["OPENAI_API_KEY"]}
+served = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": {"tool_call": True}}}
+Path("opencode.json").write_text(json.dumps({"provider": {"sluice": served}, "autoupdate": False}))
 own = {"GEMINI_CLI_TRUST_WORKSPACE": "true", "DISABLE_NON_ESSENTIAL_MODEL_CALLS": "1", "IS_SANDBOX": "1"}
 done = subprocess.run(
     [agent, *COMMANDS[name], task["prompt"]],
