@@ -89,7 +89,10 @@ def _text_processors() -> list[Any]:
     return [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        # Rich's tracebacks, its default, take 20 ms each and show what variables hold: prompts, tokens, keys.
+        structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        ),
     ]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -235,6 +236,7 @@ def provenance() -> dict[str, Json]:
     }
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -52,6 +52,18 @@ def test_every_line_is_an_object_with_who_wrote_it():
     assert len({line["pid"] for line in lines}) == 1
 
 
+def test_a_traceback_shows_no_values_of_variables(capfd: pytest.CaptureFixture):
+    configure_logging()
+    key = f"key-{os.getpid()}"
+    try:
+        int("broken")
+    except ValueError:
+        structlog.get_logger().exception("failed")
+    said = capfd.readouterr().err
+    assert "ValueError: invalid" in said
+    assert key not in said
+
+
 @pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_supervisor_reads_the_error_that_a_process_ends_with(form: str):
