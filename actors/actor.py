@@ -38,7 +38,6 @@ DOING: Mapping[Wait, str] = {
     "rewards": "waiting for rewards",
     "warmup": "waiting for the warm-up to end",
 }
-"""What an actor does or waits for, for a human."""
 
 
 class ActorEngines(NamedTuple):

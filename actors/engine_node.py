@@ -17,9 +17,8 @@ from bus.connection.status import Activity, report_status
 
 
 async def run_engine_node(bus: Bus, actors: ActorsConfig, logs: Path, stop: asyncio.Event) -> None:
-    """Run this node's ranks whenever node 0 leads the engine, until `stop` or the end of the run.
-
-    Raises as `FollowingNode.run`."""
+    """Run this node's ranks whenever node 0 leads the engine, until `stop` or the end of the run. Raises as
+    `FollowingNode.run`."""
     engine, policy, finished = actors.engine.servers, AnnouncedPolicy(bus), asyncio.Event()
     manifest = await first_policy(bus, actors.patience_s, stop)
     if manifest is None:

@@ -17,9 +17,8 @@ Startable: TypeAlias = LeadingNode | Fleet | Opponents | OwnEngine | FurtherPoli
 
 
 async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyncio.Event) -> bool:
-    """Start the engines, which may take minutes; return False when `stop` came first.
-
-    Each run that they are for is told on its bus: its storage takes the actor for one that is gone else."""
+    """Start the engines, which may take minutes; return False when `stop` came first. Each run that they are
+    for is told on its bus: its storage takes the actor for one that is gone else."""
     finished = asyncio.Event()
     showing = asyncio.gather(
         *(

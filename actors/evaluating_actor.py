@@ -62,10 +62,8 @@ class EvaluatingActor:
     claims: EngineClaims
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Evaluate until `stop` or until the learner says that the run is done.
-
-        Raises EngineLostError for opponents that are lost, and `FencedError` for a server that another actor
-        took over."""
+        """Evaluate until `stop` or until the learner says that the run is done. Raises EngineLostError for
+        opponents that are lost, and `FencedError` for a server that another actor took over."""
         policy, finished = AnnouncedPolicy(self.bus), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(policy.run(finished))

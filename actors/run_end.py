@@ -13,12 +13,6 @@ log = structlog.get_logger()
 
 async def stop_when_done(stage: Callable[[], str], failure: Callable[[], str], stop: asyncio.Event) -> None:
     """Set `stop` when the run gets done; one that was done before this process came may be going on soon.
-
-    Args:
-        stage: returns the stage of the learner.
-        failure: returns why engines have stopped for good; empty as long as none has.
-        stop: ends the process, and this.
-
     Raises `EngineLostError` with the reason of a failure."""
     trained = False
     while not stop.is_set():

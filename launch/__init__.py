@@ -1,6 +1,5 @@
-"""Starts and watches runs from a program or a notebook: docs/python.md.
-
-The names are loaded when they are first used, so that `import launch` is quick and loads no torch."""
+"""Starts and watches runs from a program or a notebook: docs/python.md. The names are loaded when they are
+first used, so that `import launch` is quick and loads no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -57,7 +57,6 @@ class Published:
         self, group: str, *, ranks: int, device: Literal["cpu", "cuda"], timeout_s: float = OFFER_S
     ) -> Sequence[OfferedBucket]:
         """Ask the learner for a broadcast of this version or a later one, in `group` if it still has that.
-
         Raises `BusError` when it is not there or cannot, and for an offer that it has not made for this."""
         wanted = BroadcastWanted(
             incarnation=self.incarnation,
@@ -99,9 +98,7 @@ class Published:
 
     async def tensors(self) -> Mapping[str, "torch.Tensor"]:
         """Return all tensors by Hugging Face name, fetched once for all engines that the learner could not
-        serve.
-
-        Raises `BusError` or `StorageError`."""
+        serve. Raises `BusError` or `StorageError`."""
         async with self._fetching:
             if self._tensors is None:
                 self._tensors = await self._fetch(self.manifest)

@@ -112,9 +112,8 @@ NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0,
 
 
 class InterruptedGenerationError(EngineError):
-    """The engine failed during a request; `partial` has the tokens it had sampled, as far as known.
-
-    It is defined here and not in bus/errors.py, since it carries a Generation."""
+    """The engine failed during a request; `partial` has the tokens it had sampled, as far as known. It is
+    defined here and not in bus/errors.py, since it carries a Generation."""
 
     def __init__(self, reason: str, partial: Generation = NOTHING) -> None:
         super().__init__(reason)
@@ -305,7 +304,6 @@ class SharesDevice(Protocol):
 
     async def release(self) -> None:
         """Free what it holds of the device, weights too; nothing may be in flight, and what comes waits.
-
         Weights may be loaded meanwhile."""
 
     async def resume(self) -> None:

@@ -28,7 +28,6 @@ class Routing:
     per_token: int
     """Experts that a token goes to in a layer."""
     experts: int
-    """Experts that a layer has."""
 
     @classmethod
     def of_model(cls, directory: Path) -> Self:
@@ -58,9 +57,8 @@ class Routing:
 
     def read(self, text: str, rows: int) -> np.ndarray:
         """Return the last rows of what a server reports, base64 of int32, as [rows, layers, per_token] of
-        uint8, or of uint16 where a layer has more than 256 experts.
-
-        Raises `EngineError` for fewer rows, another shape, and experts that the model does not have."""
+        uint8, or of uint16 where a layer has more than 256 experts. Raises `EngineError` for fewer rows,
+        another shape, and experts that the model does not have."""
         try:
             found = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
             found = found.reshape(-1, self.layers, self.per_token)

@@ -1,5 +1,4 @@
 """What a server of SGLang is started with so that the learner can compute as it does (model.numerics=sglang).
-
 In its deterministic mode sums of a row do not depend on the rest of a batch. `rl_on_policy_target` besides
 replaces fused functions by those of torch, with a float32 residual stream."""
 
@@ -84,9 +83,8 @@ def _other_results(settings: Mapping[str, SglangSetting]) -> Iterator[str]:
 
 
 def on_policy(engine: EngineConfig) -> SglangEngineConfig:
-    """Return the engine's settings with those that let the learner compute as its server does.
-
-    Raises `ConfigError` with all settings that contradict them."""
+    """Return the engine's settings with those that let the learner compute as its server does. Raises
+    `ConfigError` with all settings that contradict them."""
     if problems := list(unlike_learner(engine)):
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"this actor's settings do not go with the run's model.numerics=sglang:\n{listed}")

@@ -95,7 +95,6 @@ def served_adapters(
     config: EngineConfig, adapted: AdaptedBase | None, *, max_staleness: int
 ) -> ServedAdapters | None:
     """Return the adapters that engines with these settings serve; None where they take whole weights.
-
     `adapted` is what the policy's announcements say of its adapters. Raises `ConfigError` for a policy
     without any, and for adapters that SGLang does not serve."""
     if not config.adds_adapters:

@@ -81,10 +81,8 @@ class AgentEnvironment:
     def from_config(
         cls, config: AgentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
     ) -> Self:
-        """Build; programs get `finish_within_s` to end after a stop.
-
-        Raises `ConfigError` for a program that is not there, or that this host does not allow, and for
-        rewards that nobody posts."""
+        """Build; programs get `finish_within_s` to end after a stop. Raises `ConfigError` for a program that
+        is not there, or that this host does not allow, and for rewards that nobody posts."""
         check_program(config)
         return cls(config, scoring_of(config), finish_within_s)
 

@@ -99,9 +99,8 @@ def _placed(word: str) -> str:
 
 
 def needed_files(arguments: Sequence[str]) -> tuple[Path, ...]:
-    """Return what a program must be able to read: its interpreter, and the files that its command names.
-
-    What lies beside a script may tell the answers, so that it stays covered where the script's place is."""
+    """Return what a program must be able to read: its interpreter, and the files that its command names. What
+    lies beside a script may tell the answers, so that it stays covered where the script's place is."""
     found = shutil.which(arguments[0])
     programs = [Path(found).absolute()] if found else []
     places = [path.parent.parent if path.parent.name == "bin" else path for path in programs]

@@ -58,7 +58,6 @@ class SandboxedPrograms:
     ) -> tuple[ProgramEnd, Mapping[str, JSON]]:
         """Run the program of an episode, and bring the workspace that it leaves to the directory `left` where
         a verifier wants it. Returns how it ended, and whether the workspace passes the check if there is one.
-
         Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host."""
         try:
             async with self._pool.sandbox(image_of(task)) as sandbox, AsyncExitStack() as serving:

@@ -34,10 +34,9 @@ class LeftByAgent:
 
 
 class Verifier:
-    """Has a program judge what agents leave.
-
-    It must judge nothing at all, an empty directory and an empty answer, as it judges anything that is wrong:
-    it is asked that before its first judgement, and again whenever it fails, to see who is to blame."""
+    """Has a program judge what agents leave. It must judge nothing at all, an empty directory and an empty
+    answer, as it judges anything that is wrong: it is asked that before its first judgement, and again
+    whenever it fails, to see who is to blame."""
 
     def __init__(
         self, config: AgentConfig, runner: ProgramRunner, gateway: Gateway, *,
@@ -55,10 +54,8 @@ class Verifier:
         """Whether it has judged nothing at all once."""
 
     async def reward(self, task: Task, policy: Policy, left: LeftByAgent) -> PostedReward:
-        """Return the reward that the verifier posts.
-
-        Raises `AnswerFaultError` where it fails on what was left alone, and `RewardError` where it fails
-        anyway."""
+        """Return the reward that the verifier posts. Raises `AnswerFaultError` where it fails on what was
+        left alone, and `RewardError` where it fails anyway."""
         where = f"the verifier {self._config.verifier!r} on task {task.task_id}"
         once = partial(self._once, task, policy)
         async with self._trying:

@@ -24,13 +24,11 @@ class Environment(Protocol):
     """Lets a policy act on a task. One instance serves many rollouts at once."""
 
     trajectories_per_episode: int | None
-    """How many every episode has, if that is always the same; None where it depends on the episode.
-
-    Knowing it, an actor can hand over finished rollouts of a group while others run."""
+    """How many every episode has, if that is always the same; None where it depends on the episode. Knowing
+    it, an actor can hand over finished rollouts of a group while others run."""
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once, recording on `policy.fresh(task.task_id)`: `policy` serves many rollouts.
-
         Raises SluiceError (EngineError, RewardError, ...) for a rollout that failed."""
 
 
@@ -39,9 +37,8 @@ class ScoresGroups(Protocol):
     """An environment whose final rewards depend on all episodes of a group."""
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
-        """Return the episodes of a group, by sample, with their final rewards, or why they have none.
-
-        It gets those that did not fail, once all of the group have ended. What it raises fails them all."""
+        """Return the episodes of a group, by sample, with their final rewards, or why they have none. It gets
+        those that did not fail, once all of the group have ended. What it raises fails them all."""
 
 
 @runtime_checkable

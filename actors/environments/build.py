@@ -20,9 +20,8 @@ def build_environment(
     token: str | None = None,
 ) -> Environment:  # fmt: skip
     """Build it; programs of agents get `finish_within_s` to end after a stop, and clients that others start
-    need `token`, if there is one.
-
-    Raises `ConfigError` for a reward or an environment of the user's that cannot be used."""
+    need `token`, if there is one. Raises `ConfigError` for a reward or an environment of the user's that
+    cannot be used."""
     options: dict[str, object] = {"finish_within_s": finish_within_s} if config.finishes_after_stop else {}
     if config.takes_leases_on_demand:
         options["token"] = token
@@ -35,7 +34,6 @@ async def built_environment(
     actors: ActorsConfig, stop: asyncio.Event, hidden: Iterable[Path], *, token: str | None = None
 ) -> AsyncIterator[Environment]:
     """Build the environment of an actor, which is a choice where it has several, and close it at the end.
-
     `stop` says when the actor is to end; `token` is as `build_environment` takes it. No program of an agent
     sees the files and directories `hidden`, from now on. Raises `ConfigError` as `build_environment` does."""
     hide(hidden)

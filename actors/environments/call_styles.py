@@ -115,9 +115,8 @@ def tagged_results(answered: Sequence[tuple[FoundCall, ToolResult]]) -> str:
 
 
 def checked_call(tools: Mapping[str, Tool], name: str, arguments: Arguments, call_id: str) -> FoundCall:
-    """Return the call, or what is wrong with its name or its arguments by the tool's schema.
-
-    Names, presence and kinds of the arguments are checked; what lies within them is the tool's to check."""
+    """Return the call, or what is wrong with its name or its arguments by the tool's schema. Names, presence
+    and kinds of the arguments are checked; what lies within them is the tool's to check."""
     tool = tools.get(name)
     if tool is None:
         return MalformedCall(f"there is no tool {name!r}; there are: {', '.join(tools)}", call_id)

@@ -82,7 +82,6 @@ class ClientsEnvironment:
         token: str | None = None, finish_within_s: float = InterruptionConfig().finish_within_s,
     ) -> Self:  # fmt: skip
         """Build; episodes get `finish_within_s` to end after a stop, unless the settings say otherwise.
-
         Raises `ConfigError` for a reward that cannot be used."""
         return cls(config, scoring_of(config), token, finish_within_s)
 
@@ -112,9 +111,8 @@ class ClientsEnvironment:
 
     @contextmanager
     def program(self, url: str) -> Iterator[tuple[str, Taker]]:
-        """Let a program take tasks while inside, at the path that is yielded; nobody else knows it.
-
-        `url` is where the program reaches the gateway."""
+        """Let a program take tasks while inside, at the path that is yielded; nobody else knows it. `url` is
+        where the program reaches the gateway."""
         key, taker = secrets.token_urlsafe(24), Taker(url)
         self._programs[key] = taker
         try:
@@ -137,10 +135,8 @@ class ClientsEnvironment:
         return self._offers.leases_wanted(samples)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Have a client roll `task` out once.
-
-        Raises EngineError, RewardError, EpisodeError for what became of the client, and HandBackError where
-        nobody takes the group, or this process ends."""
+        """Have a client roll `task` out once. Raises EngineError, RewardError, EpisodeError for what became
+        of the client, and HandBackError where nobody takes the group, or this process ends."""
         policy = policy.fresh(task.task_id)
         with self._offers.offering(task) as offer:
             await self._claimed(offer)

@@ -38,10 +38,9 @@ class Debater:
 
 
 class Debate:
-    """Every debater is rewarded for its last answer, and a judge that is trained for the one it chose.
-
-    Each debater has a chat of its own, which grows by a turn a round: what it answered before it saw others
-    is part of the trajectory that its last answer is rewarded for."""
+    """Every debater is rewarded for its last answer, and a judge that is trained for the one it chose. Each
+    debater has a chat of its own, which grows by a turn a round: what it answered before it saw others is
+    part of the trajectory that its last answer is rewarded for."""
 
     trajectories_per_episode: int | None = None
     """A chat template may rewrite earlier turns, and then an episode has more of them."""

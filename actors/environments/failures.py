@@ -51,10 +51,9 @@ class EnvironmentFailures:
         self, environment: Environment, limits: FailureLimitsConfig | None = None, *,
         serves: Callable[[], bool] = lambda: True, of: str = "",
     ) -> None:  # fmt: skip
-        """Take the environment of an actor, and when its failures end the run.
-
-        `serves` tells whether an engine serves: a rollout that takes too long may wait for one else. `of`
-        says in words whose rollouts they are, where they are not those that are trained on."""
+        """Take the environment of an actor, and when its failures end the run. `serves` tells whether an
+        engine serves: a rollout that takes too long may wait for one else. `of` says in words whose rollouts
+        they are, where they are not those that are trained on."""
         self._serves = serves
         self._of_whom = f"{of}: " if of else ""
         self._names = environment.names if isinstance(environment, EnvironmentChoice) else frozenset()
@@ -125,9 +124,8 @@ class EnvironmentFailures:
         return limit is not None and not few and sum(map(bool, of.faults)) >= limit * count
 
     def forget_judged(self) -> None:
-        """Judge the next rollouts by themselves, since those before were of an earlier evaluation.
-
-        For how long too many fail is not forgotten, nor are rollouts that are too few to be judged."""
+        """Judge the next rollouts by themselves, since those before were of an earlier evaluation. For how
+        long too many fail is not forgotten, nor are rollouts that are too few to be judged."""
         for of in self._of.values():
             if self._may_be_judged(of):
                 of.recent.clear()

@@ -14,10 +14,9 @@ from actors.settings.length_profile import LengthProfileConfig, LogNormalLengths
 
 
 class LengthProfile:
-    """Has each sample of a task answered in so many tokens as its name draws from the profile.
-
-    No token ends an answer, so lengths do not depend on the weights. Rewards are uniform in [0, 1): every
-    group has some variance, and nothing is learnt."""
+    """Has each sample of a task answered in so many tokens as its name draws from the profile. No token ends
+    an answer, so lengths do not depend on the weights. Rewards are uniform in [0, 1): every group has some
+    variance, and nothing is learnt."""
 
     trajectories_per_episode: int | None = 1
 
@@ -43,11 +42,7 @@ class LengthProfile:
 
 
 def length_at(lengths: LogNormalLengths | RecordedLengths, share: float) -> int:
-    """Return the length, >= 1 tokens, that this share of answers does not exceed.
-
-    Args:
-        lengths: the profile.
-        share: in (0, 1)."""
+    """Return the length, >= 1 tokens, that this share of answers does not exceed."""
     if isinstance(lengths, LogNormalLengths):
         drawn = lengths.median * exp(lengths.sigma * NormalDist().inv_cdf(share))
         return min(max(1, round(drawn)), lengths.longest)

@@ -80,10 +80,8 @@ class LongLivedAgent:
         self._stop = stop
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Have a program roll `task` out once.
-
-        Raises EngineError, RewardError, EpisodeError for what the program did, or HandBackError where this
-        process ends."""
+        """Have a program roll `task` out once. Raises EngineError, RewardError, EpisodeError for what the
+        program did, or HandBackError where this process ends."""
         async with self._starting:
             if not self._programs:
                 await self._clients.open(self._stop)
@@ -105,9 +103,8 @@ class LongLivedAgent:
         await self._clients.close()
 
     async def _keep_running(self, program: _Program) -> None:
-        """Run a program, and start it again whenever it ends: later each time that it took no task.
-
-        Rollouts that wait fail once no program is left that may take them."""
+        """Run a program, and start it again whenever it ends: later each time that it took no task. Rollouts
+        that wait fail once no program is left that may take them."""
         while True:
             with self._clients.program(self._base) as (path, taker):
                 program.taker = taker

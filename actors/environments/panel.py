@@ -17,10 +17,9 @@ SELECTOR = "selector"
 
 
 class Panel:
-    """Every agent is rewarded for its own answer, and the selector for the one that it chose.
-
-    Agents have names of their own (`solver-1`, ...), so that each is compared with itself in the other
-    rollouts of the prompt."""
+    """Every agent is rewarded for its own answer, and the selector for the one that it chose. Agents have
+    names of their own (`solver-1`, ...), so that each is compared with itself in the other rollouts of the
+    prompt."""
 
     def __init__(self, config: PanelConfig, scorer: Scorer | RewardChoice) -> None:
         self._config = config

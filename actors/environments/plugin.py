@@ -54,11 +54,9 @@ class PluginEnvironment:
         self._environment = environment
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Roll `task` out once.
-
-        Whatever the user's code raises by itself is an `EpisodeError`. Where the policy was asked, and the
-        environment works for others, what it wrote is to blame: the episode has the lowest reward. What says
-        that a server is away, or the host has nothing left, is not blamed on it."""
+        """Roll `task` out once. Whatever the user's code raises by itself is an `EpisodeError`. Where the
+        policy was asked, and the environment works for others, what it wrote is to blame: the episode has the
+        lowest reward. What says that a server is away, or the host has nothing left, is not blamed on it."""
         try:
             episode = await self._rolled_out(task, policy)
         except (PluginFaultError, *UNANSWERABLE) as error:
@@ -104,7 +102,6 @@ class PluginEnvironment:
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
         """Return the episodes with their final rewards; as they are where the environment leaves it at that.
-
         Raises `EpisodeError` for whatever the user's code raises by itself."""
         if not isinstance(self._environment, ScoresGroups):
             return episodes
@@ -128,9 +125,8 @@ class PluginEnvironment:
         return scored
 
     def stop_with(self, stop: asyncio.Event) -> None:
-        """Tell the environment when this process is to end, if it wants to know.
-
-        Raises `ConfigError` for whatever the user's code raises."""
+        """Tell the environment when this process is to end, if it wants to know. Raises `ConfigError` for
+        whatever the user's code raises."""
         if not isinstance(self._environment, HandsBackAtStop):
             return
         try:
@@ -168,10 +164,8 @@ class PluginEnvironment:
 
 
 def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
-    """Build the environment that `config` names, with its settings.
-
-    Raises `ConfigError` when it cannot be imported, its settings are wrong, or it is no environment.
-    """
+    """Build the environment that `config` names, with its settings. Raises `ConfigError` when it cannot be
+    imported, its settings are wrong, or it is no environment."""
     name, parts = config.environment, ("run", "trajectories_per_episode")
     built = cast(
         Environment, built_part("environment", name, config.settings, parts, at="actors.environment.settings")

@@ -12,15 +12,8 @@ from bus.messages import Prompt
 
 
 def refuse_unknown_choices(prompts: Iterable[Prompt], actors: ActorsConfig, *, where: str) -> None:
-    """Raise `ConfigError` for the first prompt whose environment, reward or tools the run does not have.
-
-    In a run with one environment prompts choose none, and may have a field of that name.
-
-    Args:
-        prompts: of one file, in its order.
-        actors: names the environments, and those the rewards that are allowed.
-        where: the prompts came from, for the error.
-    """
+    """Raise `ConfigError` for the first prompt whose environment, reward or tools the run does not have. In a
+    run with one environment prompts choose none, and may have a field of that name."""
     environments = actors.by_name
     for number, prompt in enumerate(prompts, 1):
         chosen = chosen_environment(prompt.metadata) if actors.environments else DEFAULT

@@ -48,9 +48,8 @@ def sample_calls(
 
 
 class FirstCalls:
-    """Calls each reward of an actor once, with a sample answer to the first prompt of it that comes.
-
-    An actor that is started by itself has no prompts at its start, so its rewards are called then."""
+    """Calls each reward of an actor once, with a sample answer to the first prompt of it that comes. An actor
+    that is started by itself has no prompts at its start, so its rewards are called then."""
 
     def __init__(self, actors: ActorsConfig) -> None:
         self._actors = actors

@@ -58,9 +58,8 @@ def with_metadata(task: Task, metadata: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def scoring_of(config: RewardConfig) -> AnswerScoring | None:
-    """Return what computes the rewards of sessions; None where these are posted.
-
-    Raises `ConfigError` for one that cannot be loaded."""
+    """Return what computes the rewards of sessions; None where these are posted. Raises `ConfigError` for one
+    that cannot be loaded."""
     return None if config.reward == POSTED else AnswerScoring.from_config(config)
 
 

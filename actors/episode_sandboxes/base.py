@@ -63,7 +63,6 @@ class RunningSandbox(Protocol):
 
     async def run(self, command: Command) -> CommandResult:
         """Carry out a command; several may go on at once. What it leaves in the background goes on after it.
-
         Raises ToolFailedError where the sandbox is gone by what ran in it, ToolError for a fault of its host.
         A command whose caller is cancelled is ended."""
 

@@ -1,6 +1,5 @@
-"""Sandboxes in containers of Docker or Podman on this host, by the HTTP API (1.41) at the daemon's socket.
-
-A container has no network and no capability. It ends with its episode, by itself after its longest life, or
+"""Sandboxes in containers of Docker or Podman on this host, by the HTTP API (1.41) at the daemon's socket. A
+container has no network and no capability. It ends with its episode, by itself after its longest life, or
 when the next actor of this host finds that the one which started it has ended."""
 
 import asyncio
@@ -276,9 +275,8 @@ class Container:
         return str(said["Id"])
 
     async def _ended(self, stream: "_Stream", exec_id: str, timeout_s: float) -> CommandEnd:
-        """Wait until a command has ended or passed a limit.
-
-        What it leaves in the background would keep the stream open: the daemon is asked, too."""
+        """Wait until a command has ended or passed a limit. What it leaves in the background would keep the
+        stream open: the daemon is asked, too."""
         until, wait_s = time.monotonic() + timeout_s, FIRST_LOOK_S
         while True:
             left_s = until - time.monotonic()

@@ -252,10 +252,9 @@ def _handle(given: CommandDescriptors, settings: GuestSettings, limits: GuestLim
 
 
 def _piped(file: int) -> int:
-    """Return a pipe that brings what a file holds, if that is anything.
-
-    By /proc a command's children could read the file again, with a line that only the command may know; they
-    cannot look into the process that fills the pipe."""
+    """Return a pipe that brings what a file holds, if that is anything. By /proc a command's children could
+    read the file again, with a line that only the command may know; they cannot look into the process that
+    fills the pipe."""
     if not os.fstat(file).st_size:
         return file
     reading, writing = os.pipe()

@@ -1,6 +1,5 @@
-"""What the process that starts sandboxes in namespaces is asked for; travels to it as JSON.
-
-Read by a process that loads nothing but the standard library and two rooms."""
+"""What the process that starts sandboxes in namespaces is asked for; travels to it as JSON. Read by a process
+that loads nothing but the standard library and two rooms."""
 
 from dataclasses import dataclass
 

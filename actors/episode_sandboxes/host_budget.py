@@ -1,7 +1,6 @@
-"""Room for the sandboxes of all actors of a host, in a directory that these actors share.
-
-Each actor has a file with what its sandboxes may use, and a lock on it that the kernel takes away when the
-actor ends, however that comes about. Whoever asks next removes the file: its sandboxes count no more."""
+"""Room for the sandboxes of all actors of a host, in a directory that these actors share. Each actor has a
+file with what its sandboxes may use, and a lock on it that the kernel takes away when the actor ends, however
+that comes about. Whoever asks next removes the file: its sandboxes count no more."""
 
 import asyncio
 import os

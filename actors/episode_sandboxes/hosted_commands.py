@@ -1,7 +1,6 @@
 """Commands in sandboxes of services, by a shell script alone: each service has another way to begin a command
-and to end it, but all of them run a short script and move files.
-
-The script holds a command to its limits inside of the sandbox, so that no connection has to last as long."""
+and to end it, but all of them run a short script and move files. The script holds a command to its limits
+inside of the sandbox, so that no connection has to last as long."""
 
 import asyncio
 import re
@@ -40,7 +39,6 @@ ANSWER = re.compile(
 )
 ENDS: Mapping[str, CommandEnd] = {end: end for end in get_args(CommandEnd)}
 NEEDED = ("base64", "env", "head", "mkfifo", "sed", "setsid", "tar", "tr", "wc")
-"""Programs that the scripts need."""
 PREPARE = """
 mkdir -p "$0" && [ -w "$0" ] || echo "$0"
 for name; do command -v "$name" > /dev/null || echo "$name"; done

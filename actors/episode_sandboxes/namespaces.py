@@ -130,7 +130,6 @@ class NamespaceSandbox:
 
     async def run(self, command: Command) -> CommandResult:
         """Carry out a command. Raises ToolError where the sandbox has ended: nothing in it can end it.
-
         Commands may end the process that watches them, as `kill -9 -1` does: that reads as their own end."""
         request = CommandRequest(
             words=tuple(command.words), variables=dict(command.variables), directory=command.directory,

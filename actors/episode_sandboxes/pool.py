@@ -41,7 +41,6 @@ class SandboxPool:
         self, image: str | None = None, limits: SandboxLimits | None = None, gateway: str | None = None
     ) -> AsyncIterator[EpisodeSandbox]:
         """Have a sandbox while inside, of the settings' image, limits and gateway unless others are named.
-
         Raises ToolError."""
         async with self._places:
             is_usual = image is None and limits is None and gateway is None

@@ -68,7 +68,6 @@ class SandboxServer:
         self._lent: dict[str, _Lent] = {}
         self._starting = 0
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Port that it listens on, once it does."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         app = web.Application(middlewares=[self._in_shape], client_max_size=LARGEST_BODY)
@@ -165,9 +164,8 @@ class SandboxServer:
 
 
 async def _reached(sandbox: EpisodeSandbox, gateway: str, opened: AsyncExitStack) -> str:
-    """Have a sandbox reach a gateway until `opened` is closed; return the address for its commands.
-
-    Raises ToolError, and ValueError for what is no address."""
+    """Have a sandbox reach a gateway until `opened` is closed; return the address for its commands. Raises
+    ToolError, and ValueError for what is no address."""
     place, tls = host_and_port(gateway), gateway.startswith("https:") or None
     base, listening = await sandbox.running.reach(gateway)
     if listening is None:

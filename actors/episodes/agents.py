@@ -10,11 +10,7 @@ _NUMBERED = re.compile(r"(.+)-\d+")
 
 
 def policy_of(agent: str, agents: Mapping[str, str]) -> str:
-    """Return the policy that an agent is: `rewriter-2` is that of the name `rewriter-2`, or of `rewriter`.
-
-    Args:
-        agent: its name in the environment.
-        agents: names of policies by agent; the others are the run's own policy."""
+    """Return the policy that an agent is: `rewriter-2` is that of the name `rewriter-2`, or of `rewriter`."""
     if agent in agents:
         return agents[agent]
     role = _NUMBERED.fullmatch(agent)

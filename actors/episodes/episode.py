@@ -44,7 +44,6 @@ class AgentTrajectory:
     """Number of this trajectory among those that were recorded in its episode."""
     agent: str = DEFAULT_AGENT
     policy: str = DEFAULT_POLICY
-    """Name of the policy that is trained on it."""
     fork: Fork | None = None
     """What it was forked from; None where it began by itself."""
     trainable: bool = True
@@ -124,10 +123,8 @@ class FailedEpisode:
     reason: str
 
     def as_episode(self, trajectories: int, policy: str = DEFAULT_POLICY) -> Episode:
-        """Record the failure in as many trajectories as its siblings have: no tokens, and why they ended.
-
-        A group is complete when each of its episodes has ended, so the failed one takes its place too.
-        """
+        """Record the failure in as many trajectories as its siblings have: no tokens, and why they ended. A
+        group is complete when each of its episodes has ended, so the failed one takes its place too."""
         nothing = np.empty(0, np.int32)
         failed = AgentTrajectory(
             token_ids=nothing,

@@ -45,7 +45,6 @@ NUMBERS = frozenset((
 
 def is_of_host(error: BaseException | None) -> bool:
     """Return whether an error, or one that it came of, says that a server is away or a host has nothing left.
-
     Others, such as that of a file that is not there, may come of a name that the policy wrote."""
     while error is not None:
         if isinstance(error, AWAY_OR_FULL) or (isinstance(error, OSError) and error.errno in NUMBERS):

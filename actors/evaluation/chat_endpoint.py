@@ -67,9 +67,8 @@ def sampled_by(sampling: Sampling, *, stop: Sequence[str]) -> dict[str, JSON]:
 
 
 class ChatEndpoint:
-    """Asks any server of OpenAI's protocol: vLLM, llama.cpp, a gateway, a company's models.
-
-    It is an engine for what needs texts alone, such as an evaluation."""
+    """Asks any server of OpenAI's protocol: vLLM, llama.cpp, a gateway, a company's models. It is an engine
+    for what needs texts alone, such as an evaluation."""
 
     policy_version = 0
     waiting = 0
@@ -78,7 +77,6 @@ class ChatEndpoint:
         self, name: str, config: "ChatEndpointConfig", dialect: EndpointDialect | None = None
     ) -> None:
         """Take the settings of `actors.evaluation.endpoints.NAME`; without a `dialect` it is asked for chats.
-
         Raises `ConfigError` where its key is to come from a variable that is not set."""
         self.running = 0
         self.tokens_generated = 0

@@ -29,9 +29,8 @@ LEFT_TOKENS = 16
 
 
 def exact_engine(engine: EngineConfig) -> EngineConfig:
-    """Return the settings with which an engine takes the weights of whichever version it is given.
-
-    It is not in the learner's group, in which the newest version alone is sent, and takes whole weights."""
+    """Return the settings with which an engine takes the weights of whichever version it is given. It is not
+    in the learner's group, in which the newest version alone is sent, and takes whole weights."""
     if engine.in_process:
         return engine
     merging = engine.servers.model_copy(update={"adapter": "merged"})
@@ -41,9 +40,8 @@ def exact_engine(engine: EngineConfig) -> EngineConfig:
 
 
 def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
-    """Return the settings of the servers that `evaluation.servers` or `evaluation.urls` ask for.
-
-    Running servers get tensors in requests, unless those of the rollouts read them from files."""
+    """Return the settings of the servers that `evaluation.servers` or `evaluation.urls` ask for. Running
+    servers get tensors in requests, unless those of the rollouts read them from files."""
     rolling = actors.engine.servers
     own = rolling.model_copy(
         update={"routed_experts": False, "url": None, "urls": (), "update": "disk", "adapter": "merged"}
@@ -58,9 +56,8 @@ def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
 
 
 def beside_rollouts(actors: ActorsConfig, model: Path, logs: Path, *, actor: str) -> Callable[[], Engine]:
-    """Return what builds the engine for held-out prompts of an actor that rolls out, not started.
-
-    Raises `ConfigError` for a model that servers would compute otherwise than the learner."""
+    """Return what builds the engine for held-out prompts of an actor that rolls out, not started. Raises
+    `ConfigError` for a model that servers would compute otherwise than the learner."""
     if not actors.evaluation.has_own_servers:
         return partial(evaluation_engine, actors.engine, model)
     settings = own_servers(actors)
@@ -88,10 +85,8 @@ async def refuse_unfit_servers(
 
 
 async def check_servers(settings: SglangEngineConfig, model: Path, *, max_new_tokens: int) -> None:
-    """Look at each running server that is to evaluate the model in a directory.
-
-    Raises `ConfigError` for one that does not answer, is no SGLang server, serves another kind of model, or
-    has no room for an answer."""
+    """Look at each running server that is to evaluate the model in a directory. Raises `ConfigError` for one
+    that does not answer, is no SGLang server, serves another kind of model, or has no room for an answer."""
     architectures = json.loads((model / "config.json").read_text()).get("architectures") or []
     for url in settings.attached:
         facts = await _facts(url)

@@ -77,9 +77,8 @@ class OwnEngine:
         await engine.start()
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
-        """Fetch the weights, also those of a learner that is gone, and load them.
-
-        An engine that cannot is closed, and the next evaluation starts another: rollouts go on meanwhile."""
+        """Fetch the weights, also those of a learner that is gone, and load them. An engine that cannot is
+        closed, and the next evaluation starts another: rollouts go on meanwhile."""
         wanted = policy.incarnation, policy.policy_version
         if self._engine is not None and self._has == wanted:
             return self._engine

@@ -36,10 +36,9 @@ from storage.images.chat import ImageChat
 
 
 def pass_at(samples: int, right: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k: that at least one of k samples is right.
-
-    It is 1 - C(n - c, k) / C(n, k) with n `samples` of which c are `right`, as a product of numbers below 1,
-    which neither overflows nor cancels (arXiv:2107.03374, equation 1 and figure 3)."""
+    """Return the unbiased estimate of pass@k: that at least one of k samples is right. It is 1 - C(n - c, k)
+    / C(n, k) with n `samples` of which c are `right`, as a product of numbers below 1, which neither
+    overflows nor cancels (arXiv:2107.03374, equation 1 and figure 3)."""
     _refuse_impossible(samples, right, k)
     if samples - right < k:
         return 1.0
@@ -47,9 +46,8 @@ def pass_at(samples: int, right: int, k: int) -> float:
 
 
 def pass_all(samples: int, right: int, k: int) -> float:
-    """Return the unbiased estimate of pass^k: that all of k samples are right.
-
-    It is C(c, k) / C(n, k) (arXiv:2406.12045, section 3)."""
+    """Return the unbiased estimate of pass^k: that all of k samples are right. It is C(c, k) / C(n, k)
+    (arXiv:2406.12045, section 3)."""
     _refuse_impossible(samples, right, k)
     return prod((right - i) / (samples - i) for i in range(k)) if right >= k else 0.0
 
@@ -166,9 +164,8 @@ class Evaluator:
         return result
 
     async def _evaluated(self, task: EvaluationTask) -> EvaluationResult | None:
-        """Return the result, or None if nobody needs it.
-
-        Raises `BusError` or `StorageError` when prompts or weights cannot be had."""
+        """Return the result, or None if nobody needs it. Raises `BusError` or `StorageError` when prompts or
+        weights cannot be had."""
         started, version = time.monotonic(), task.policy.policy_version
         prompts = await self._heldout(task.prompts)
         engine = await self._engine_of(task)
@@ -326,7 +323,6 @@ class Evaluator:
 
     async def _answer(self, task: Task, policy: Policy, failures: EnvironmentFailures) -> _Answer:
         """Answer one prompt. A rollout that fails, or whose reward is not known at once, has no reward.
-
         Raises `ConfigError` when too many have failed for too long."""
         try:
             episode = await self._environment.run(task, policy.fresh(task.task_id))
@@ -445,10 +441,8 @@ def _tasks(data_set: str, prompts: Sequence[Prompt], samples: int) -> list[Task]
 
 
 def _sampling(task: EvaluationTask, usual: Sampling, *, temperature: float | None = None) -> Sampling:
-    """Return the sampling of a data set: what it does not choose is as usual.
-
-    Which tokens were kept is not asked for: nothing is trained, and servers that only evaluate need not tell.
-    """
+    """Return the sampling of a data set: what it does not choose is as usual. Which tokens were kept is not
+    asked for: nothing is trained, and servers that only evaluate need not tell."""
     chosen = {
         "temperature": task.temperature if temperature is None else temperature,
         "top_p": task.top_p,

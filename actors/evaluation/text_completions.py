@@ -13,9 +13,8 @@ from bus.errors import RequestRefusedError
 
 
 class TextCompletions:
-    """Asks for what follows a text: the chat in the run's template, or its contents alone.
-
-    In the template the answer is taken apart as the policy's is, so tools may be called."""
+    """Asks for what follows a text: the chat in the run's template, or its contents alone. In the template
+    the answer is taken apart as the policy's is, so tools may be called."""
 
     path = "/completions"
 

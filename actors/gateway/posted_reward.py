@@ -18,7 +18,6 @@ class PostedReward(Body):
     """The reward of the outcome, and its parts for the record."""
 
     reward: Number | Mapping[Name, Number] | None = None
-    """For all agents, or by agent."""
     components: Annotated[Mapping[Name, Number], Field(max_length=MOST_PARTS)] = {}
     """Parts of the reward by name; without `reward` it is their sum."""
     outcome: Number | None = None

@@ -19,7 +19,6 @@ class Attempt:
 
     digest: bytes
     key: str | None = None
-    """The client's `Idempotency-Key`."""
     number: int | None = None
     """How many attempts there were before, by its `x-stainless-retry-count`; None if it does not count."""
 

@@ -45,9 +45,8 @@ async def streamed(
     request: web.Request, dialect: Dialect, ask: Ask, answer: Coroutine[object, object, Reply], *,
     keep_alive_s: float,
 ) -> web.StreamResponse:  # fmt: skip
-    """Send the answer. Raises `RefusedError` while nothing was sent; a later one is an event.
-
-    A client that leaves cancels this, and with it the answer."""
+    """Send the answer. Raises `RefusedError` while nothing was sent; a later one is an event. A client that
+    leaves cancels this, and with it the answer."""
     pending = asyncio.create_task(answer, name="gateway stream")
     unmet: dict[str, str] = {}
     try:
@@ -124,7 +123,6 @@ class Gateway:
         self._hook = load_hook(config.tool_hook)
         self._sessions: dict[str, Session] = {}
         self._owned: dict[str, Session] = {}
-        """Sessions by their reward keys."""
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._differences = LogThrottle(DIFFERENCES_LOG_PERIOD_S)
         self._requests = LatestUses()
@@ -344,9 +342,8 @@ class Gateway:
         )
 
     def owned_session_of(self, request: web.Request, what: str) -> Session:
-        """Find the session of a request by its reward key, in its path or where API keys stand.
-
-        Raises `RefusedError`, also for who has the session's own key, and says that it does not do `what`."""
+        """Find the session of a request by its reward key, in its path or where API keys stand. Raises
+        `RefusedError`, also for who has the session's own key, and says that it does not do `what`."""
         named = request.match_info.get("reward_key")
         for key in [named] if named is not None else keys_of(request):
             if key in self._owned:

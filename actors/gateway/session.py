@@ -36,9 +36,8 @@ DIFFERENCES_LOG_PERIOD_S = 10.0
 
 
 class Session:
-    """Answers requests by the policy of one rollout, which records them.
-
-    A request is checked before anything changes; one that is refused leaves the session as it was."""
+    """Answers requests by the policy of one rollout, which records them. A request is checked before anything
+    changes; one that is refused leaves the session as it was."""
 
     def __init__(
         self, policy: Policy, config: GatewayConfig, *, name: str, hook: ToolHook | None = None,
@@ -52,7 +51,6 @@ class Session:
         self.reward: PostedReward | None = None
         """What the owner of the reward key posted last."""
         self.reward_source = ""
-        """Who posted it, and from where."""
         self.reward_owner: str | None = "client"
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
@@ -163,9 +161,8 @@ class Session:
             raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
 
     def post_reward(self, posted: PostedReward, address: str) -> None:
-        """Take the reward of the outcome from the owner of the reward key, who may change it.
-
-        Raises `RefusedError` where the run computes rewards."""
+        """Take the reward of the outcome from the owner of the reward key, who may change it. Raises
+        `RefusedError` where the run computes rewards."""
         self._refuse_unwanted_reward()
         self.reward = posted
         self.reward_source = f"{self.reward_owner} {address}"
@@ -199,7 +196,6 @@ class Session:
 
     async def close(self) -> None:
         """Refuse further requests, and end what is under way at the engine; a reward may still be posted.
-
         What was sampled and reached no request is not trained on."""
         self._is_closed = True
         await self._exchanges.close()

@@ -79,7 +79,6 @@ class OfferedGroup:
     runs: int = 0
     """Rollouts that are offered or under way."""
     claimed: int = 0
-    """Times that one of them was claimed."""
     own: str | None = None
     """Name of the task of a client's own that it is rolled out for."""
 
@@ -109,10 +108,9 @@ class _Waiter:
 
 
 class TaskOffers:
-    """Brings clients and rollouts together, the oldest of both first.
-
-    A client that takes any task gets the next sibling of a group that was begun, before a new group. One with
-    a task of its own gets a rollout of that task's group, or makes a group that nobody has begun its own."""
+    """Brings clients and rollouts together, the oldest of both first. A client that takes any task gets the
+    next sibling of a group that was begun, before a new group. One with a task of its own gets a rollout of
+    that task's group, or makes a group that nobody has begun its own."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[str, OfferedGroup] = OrderedDict()
@@ -214,7 +212,6 @@ class TaskOffers:
 
     def _fitting(self, own: OwnTask | None) -> TaskOffer | None:
         """Return the rollout that a client should get: of a group that was begun for the same, or of none.
-
         Held-out ones are every fifth while there are both, so that neither waits for all of the other."""
         name = own.name if own is not None else None
         heldout_is_due = self._since_heldout >= OTHERS_PER_HELDOUT

@@ -7,9 +7,8 @@ from bus.errors import SluiceError
 from bus.process.plugins import load_function
 
 ToolHook = Callable[[ToolCall], ToolCall | str]
-"""A function from a tool call to the call that the agent gets, or to words that it gets in its place.
-
-It runs on the event loop, at every call: it must not block."""
+"""A function from a tool call to the call that the agent gets, or to words that it gets in its place. It runs
+on the event loop, at every call: it must not block."""
 
 
 class ToolHookError(SluiceError):

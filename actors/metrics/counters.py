@@ -27,9 +27,8 @@ PUBLISH_TIMEOUT_S = 10.0
 async def report_metrics(
     bus: Bus, *, source: str, look: Callable[[], tuple[int, Mapping[str, Json]]], stop: asyncio.Event
 ) -> None:
-    """Publish the step and numbers of `look` until `stop`. What the bus does not take is left out.
-
-    In a run of many actors they come less often, and those that stay as they are once in `REPEAT_S`."""
+    """Publish the step and numbers of `look` until `stop`. What the bus does not take is left out. In a run
+    of many actors they come less often, and those that stay as they are once in `REPEAT_S`."""
     publisher, token = Publisher(bus), secrets.token_hex(4)
     sent: tuple[int, Mapping[str, Json]] | None = None
     sent_s = 0.0

@@ -47,9 +47,8 @@ class EngineReport:
         }
 
     def counters(self, further_means: Sequence[str] = ()) -> dict[str, Json]:
-        """Return what the engines have done since their start, and how full they are now.
-
-        `MEANS` names what is no sum over actors, `further_means` too."""
+        """Return what the engines have done since their start, and how full they are now. `MEANS` names what
+        is no sum over actors, `further_means` too."""
         engine, work = self._engine, self._engine.work_counts
         means: dict[str, Json] = {f"engine/{name}": value for name, value in self._shares().items()}
         return {

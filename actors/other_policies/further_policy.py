@@ -58,9 +58,8 @@ class FurtherSettings:
 
 
 class FurtherPolicy:
-    """Follows one policy with engines of its own, and takes its leases.
-
-    All that concerns it is said on the bus of the run that trains it, as an actor of that run would."""
+    """Follows one policy with engines of its own, and takes its leases. All that concerns it is said on the
+    bus of the run that trains it, as an actor of that run would."""
 
     def __init__(self, name: str, bus: Bus, parts: "_Parts", leases: FurtherLeases) -> None:
         self.engine = parts.engine
@@ -139,10 +138,9 @@ class PolicyOpener:
         run_model: Path, claims: EngineClaims, *, shards: int, logs: Path,
         shared: SharedServers | None = None,
     ) -> None:  # fmt: skip
-        """Build engines that live as long as `opened`, which the caller closes.
-
-        `run_model` is the directory of the model of the run's own policy, whose tokenizer each must have;
-        `claims` are the actor's, for all of its policies; `shared` has those at the run's own servers."""
+        """Build engines that live as long as `opened`, which the caller closes. `run_model` is the directory
+        of the model of the run's own policy, whose tokenizer each must have; `claims` are the actor's, for
+        all of its policies; `shared` has those at the run's own servers."""
         self._actors = actors
         self._policies = policies
         self._opened = opened
@@ -155,10 +153,9 @@ class PolicyOpener:
         self._gpus = gpu_plan(actors, own).policies
 
     async def open(self, name: str, stop: asyncio.Event) -> FurtherPolicy | None:
-        """Return the policy, or None on `stop`.
-
-        Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer,
-        other kernels than its learner's, or a model that its engines do not serve."""
+        """Return the policy, or None on `stop`. Raises `BusAwayError` for a policy that nobody publishes, and
+        `ConfigError` for another tokenizer, other kernels than its learner's, or a model that its engines do
+        not serve."""
         bus, engine, opened = self._policies[name].bus, self._policies[name].engine, self._opened
         await follow_pace(bus)
         patience_s, learner = self._actors.patience_s, f"launch learner --policy {name}"
@@ -224,17 +221,8 @@ async def shared_servers(
     engine: EngineConfig, adapted: AdaptedBase | None, policies: Mapping[str, FurtherSettings],
     stop: asyncio.Event, *, max_staleness: int, patience_s: float,
 ) -> SharedServers | None:  # fmt: skip
-    """Return what serves the further policies that share the servers of the run's own; None on `stop`.
-
-    Args:
-        engine: settings of the engines of the run's own policy.
-        adapted: what its announcement says of its adapters.
-        policies: all further policies, by name.
-        stop: ends the wait for their first versions.
-        max_staleness: versions that a trajectory may lag the learner of the run's own policy.
-        patience_s: longest wait for a further policy's first version.
-
-    Raises `ConfigError` for a policy whose frozen weights are others, and as `served_adapters` does."""
+    """Return what serves the further policies that share the servers of the run's own; None on `stop`. Raises
+    `ConfigError` for a policy whose frozen weights are others, and as `served_adapters` does."""
     own = served_adapters(engine, adapted, max_staleness=max_staleness)
     found: dict[str, ServedAdapters] = {}
     if own is None or adapted is None:

@@ -21,9 +21,8 @@ log = structlog.get_logger()
 
 
 def manifest_at(manifest: PolicyManifest, policy_version: int) -> PolicyManifest | None:
-    """Return what announces an earlier version of the same learner; None if nothing names its weights.
-
-    They are where the version is kept, or lies on the way from the snapshot to the version announced."""
+    """Return what announces an earlier version of the same learner; None if nothing names its weights. They
+    are where the version is kept, or lies on the way from the snapshot to the version announced."""
     if policy_version == manifest.policy_version:
         return manifest
     for kept in manifest.kept:
@@ -70,7 +69,6 @@ class PublishedWeights:
 
     async def follow(self, manifest: PolicyManifest) -> bool:
         """Load what the announcement of a version asks for; return False where it could not be fetched now.
-
         Raises `ConfigError` for a version that is gone for good, and EngineError."""
         try:
             if self._config.pinned is not None:

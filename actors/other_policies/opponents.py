@@ -96,9 +96,8 @@ class Opponents:
         return next((f"opponent {name}: {failure}" for name, failure in failed if failure), "")
 
     async def start(self) -> None:
-        """Start the engines, and load those that are no published version.
-
-        Raises `EngineError`, or `ConfigError` where that is for the settings."""
+        """Start the engines, and load those that are no published version. Raises `EngineError`, or
+        `ConfigError` where that is for the settings."""
         for name, engine in self.engines.items():
             await engine.start()
             path = self._configs[name].path

@@ -113,10 +113,9 @@ class AnswerReader:
         return rendered.rstrip().endswith(self._think)
 
     def read(self, text: str, *, in_reasoning: bool, tools: Sequence[Tool], number: int) -> ParsedAnswer:
-        """Take `text` apart. Calls are looked for only if there are tools.
-
-        Reasoning that does not end takes all that follows. `number` is that of the completion: it makes the
-        ids of calls unique in a rollout, in nine letters and digits, as Mistral's template wants them."""
+        """Take `text` apart. Calls are looked for only if there are tools. Reasoning that does not end takes
+        all that follows. `number` is that of the completion: it makes the ids of calls unique in a rollout,
+        in nine letters and digits, as Mistral's template wants them."""
         parts, at = _Parts(), 0
         if self._calls.framed:
             return self._read_frames(text, tools, number)

@@ -1,6 +1,5 @@
-"""General readers of tool calls: JSON, JSON behind a name, parameters in tags, and calls of functions.
-
-A reader gets the text and where the opening of a call begins. What it cannot read it returns as malformed."""
+"""General readers of tool calls: JSON, JSON behind a name, parameters in tags, and calls of functions. A
+reader gets the text and where the opening of a call begins. What it cannot read it returns as malformed."""
 
 import json
 import re
@@ -73,9 +72,8 @@ class NamedJson:
 
 @dataclass(frozen=True, slots=True)
 class TaggedParameters:
-    """Reads parameters in tags, whose values are text.
-
-    The tool's schema says which of them are numbers, booleans, lists or objects, unless a tag does."""
+    """Reads parameters in tags, whose values are text. The tool's schema says which of them are numbers,
+    booleans, lists or objects, unless a tag does."""
 
     opening: str
     head: re.Pattern[str]
@@ -171,10 +169,9 @@ LOOKS_LIKE_FUNCTIONS = re.compile(r"\[\s*[A-Za-z_][\w.]*\((?:\)|\s*[A-Za-z_]\w*\
 
 
 def read_llama(text: str, at: int, _: Schemas) -> Found:
-    """Read {"name": ..., "parameters": {...}} or [name(key=value)], alone or behind a tag.
-
-    An answer that begins like a call is one or is malformed; any other JSON is an answer. What else stands
-    behind a tag, such as Python code, is malformed: no tool is named."""
+    """Read {"name": ..., "parameters": {...}} or [name(key=value)], alone or behind a tag. An answer that
+    begins like a call is one or is malformed; any other JSON is an answer. What else stands behind a tag,
+    such as Python code, is malformed: no tool is named."""
     tag = next((tag for tag in LLAMA_TAGS if text.startswith(tag, at)), "")
     begin = skip(text, at + len(tag))
     if tag == PYTHON_START and text.startswith(PYTHON_END, begin):

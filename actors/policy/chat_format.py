@@ -36,7 +36,6 @@ from storage.chats.template import (
 from storage.images.chat import ImageChat
 
 TEXT = ': it\'s "so"\n \\d <b>, ü'
-"""Text in which formats differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class CallsFound:
     unread: str = ""
     """Call that the template writes and that no format reads."""
     writes: bool = True
-    """Whether the template writes calls at all."""
 
     def refuse_unread(self, setting: str = "actors.tool_calls") -> None:
         """Raise `ConfigError` for a template whose calls no format reads."""
@@ -134,9 +132,8 @@ class TailRenderer:
         self, before: Sequence[ChatMessage], answer: ChatMessage, new: Sequence[ChatMessage],
         tools: Sequence[Tool],
     ) -> str | None:  # fmt: skip
-        """Return the text behind `answer`, up to where the next one begins.
-
-        None when the template does not tell: then the chat must be rendered as a whole."""
+        """Return the text behind `answer`, up to where the next one begins. None when the template does not
+        tell: then the chat must be rendered as a whole."""
         first = takewhile(lambda message: message["role"] in ("system", "developer"), before)
         for beginning in ([*first, ANY_QUESTION], before):
             for stand_in in self._stand_ins(answer):
@@ -151,9 +148,8 @@ class TailRenderer:
         return None
 
     def _follows(self, chat: Sequence[ChatMessage], tools: Sequence[Tool], tail: str) -> bool:
-        """Return whether the whole chat ends so: a tool's answer may be rendered only behind its call.
-
-        A template that refuses the whole, such as one for single calls, has nothing better."""
+        """Return whether the whole chat ends so: a tool's answer may be rendered only behind its call. A
+        template that refuses the whole, such as one for single calls, has nothing better."""
         try:
             return self._render(chat, tools).endswith(tail)
         except MessagesError:
@@ -237,10 +233,9 @@ class _Prompt:
 
 
 class ChatFormat:
-    """A tokenizer and its chat template.
-
-    Only one thread renders and encodes, beside the event loop: a group's prompt is encoded once, however many
-    siblings ask for it at the same time. Of a chat that goes on, only the tail is rendered and encoded."""
+    """A tokenizer and its chat template. Only one thread renders and encodes, beside the event loop: a
+    group's prompt is encoded once, however many siblings ask for it at the same time. Of a chat that goes on,
+    only the tail is rendered and encoded."""
 
     def __init__(
         self, tokenizer: Tokenizer, tool_calls: str = "auto", images: ImageChat | None = None
@@ -293,9 +288,8 @@ class ChatFormat:
         return self._reader.read(text, in_reasoning=in_reasoning, tools=tools or (), number=number)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of rendered text, which spells out its special tokens: none is added.
-
-        Half a surrogate pair has no UTF-8 and becomes U+FFFD."""
+        """Return the tokens of rendered text, which spells out its special tokens: none is added. Half a
+        surrogate pair has no UTF-8 and becomes U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -307,12 +301,7 @@ class ChatFormat:
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
         conversations: Sequence[tuple[int, Conversation]],
     ) -> Context:  # fmt: skip
-        """Return a chat as the context of a completion. Raises `MessagesError`.
-
-        Args:
-            messages: the chat.
-            tools: what the policy may call.
-            conversations: those of earlier strands that it may go on with, by the number of the strand."""
+        """Return a chat as the context of a completion. Raises `MessagesError`."""
         kept = messages if isinstance(messages, FixedMessages) else list(messages)
         return await self.in_thread(self._context, kept, tools, conversations)
 

@@ -132,7 +132,6 @@ class Fingerprint(NamedTuple):
     """What a message says, as digests."""
 
     exact: bytes
-    """Everything, as it was written."""
     meaning: bytes
     """Role, text without space around it, tool calls without ids and whitespace, and keys of other names."""
     reasoning: bytes | None
@@ -141,10 +140,9 @@ class Fingerprint(NamedTuple):
     """The policy's own answer: the meaning of a message whose content is all that it wrote."""
 
     def likeness(self, given: "Fingerprint") -> Likeness | None:
-        """Return how `given` repeats this message; None where it says something else.
-
-        "healed": written in another way. "realigned": the policy's own answer with its reasoning left out,
-        or with reasoning and tool calls as text; a template would render other tokens than it sampled."""
+        """Return how `given` repeats this message; None where it says something else. "healed": written in
+        another way. "realigned": the policy's own answer with its reasoning left out, or with reasoning and
+        tool calls as text; a template would render other tokens than it sampled."""
         if given.exact == self.exact:
             return "same"
         if given.meaning == self.meaning and given.reasoning == self.reasoning:

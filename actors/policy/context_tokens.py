@@ -85,13 +85,9 @@ class ContextTokens:
         await set_within(self._changed, timeout_s)
 
     def expected(self, *, shares_prefixes: bool) -> tuple[int, float | None]:
-        """Return the tokens that the episodes under way are likely to need, and those of a further lease.
-
-        The latter is None as long as no request of the first lease has come. An episode is expected to grow
-        as those of the recent ones did that grew beyond what it has; one beyond all of them, by an answer.
-
-        Args:
-            shares_prefixes: whether the engine holds the prompt of a group once."""
+        """Return the tokens that the episodes under way are likely to need, and those of a further lease. The
+        latter is None as long as no request of the first lease has come. An episode is expected to grow as
+        those of the recent ones did that grew beyond what it has; one beyond all of them, by an answer."""
         asked = [episode for episode in self._episodes.values() if episode.prompt is not None]
         if not asked:
             return 0, None

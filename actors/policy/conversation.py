@@ -39,9 +39,7 @@ def read_chat(
     messages: Sequence[ChatMessage], shown: ShownImages, earlier: Iterable[ReadChat] = ()
 ) -> ReadChat:
     """Read a chat, of which the messages that an `earlier` one begins with are known. A chat repeats all its
-    messages in each turn: to read them again would take longer with each turn.
-
-    Raises `MessagesError`."""
+    messages in each turn: to read them again would take longer with each turn. Raises `MessagesError`."""
     repeated = ((chat.repeated_by(messages), chat) for chat in earlier)
     count, known = max(repeated, key=itemgetter(0), default=(0, ReadChat()))
     checked, new = checked_messages(messages, shown, known.checked[:count]), messages[count:]
@@ -68,7 +66,6 @@ class Boundary(NamedTuple):
     messages: int
     """Number of messages up to the answer, which is the last of them."""
     tokens: int
-    """Number of tokens up to its last one."""
     closed_by: int | None
     """The token by which the policy ended it; None where it was cut off."""
     answer: ChatMessage
@@ -120,14 +117,7 @@ class Conversation:
         self, chat: ReadChat, answer: ChatMessage, text: str, *,
         tokens: int, closed_by: int | None,
     ) -> "Conversation":  # fmt: skip
-        """Return the conversation with what a `chat` says beyond it, and the policy's answer to that.
-
-        Args:
-            chat: all messages, as they are given now.
-            answer: the policy's answer as a message.
-            text: all that it wrote.
-            tokens: number of tokens up to its end.
-            closed_by: the token by which the policy ended it, if it did."""
+        """Return the conversation with what a `chat` says beyond it, and the policy's answer to that."""
         [checked] = checked_messages([answer])
         own = own_fingerprint(checked, answer, text)
         all_messages = (*self.messages, *chat.prints[len(self.messages) :], own)
@@ -151,10 +141,8 @@ class Conversation:
 def continued(
     messages: Sequence[Fingerprint], tools: bytes, conversations: Sequence[tuple[int, Conversation]]
 ) -> tuple[int, Conversation] | None:
-    """Return the strand of which `messages` repeat most answers, by number, and what they repeat of it.
-
-    Among several it is one that ends there, then one with fewer messages written otherwise, then the newest.
-    """
+    """Return the strand of which `messages` repeat most answers, by number, and what they repeat of it. Among
+    several it is one that ends there, then one with fewer messages written otherwise, then the newest."""
     found = [
         (
             len(part.messages),

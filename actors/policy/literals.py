@@ -24,7 +24,6 @@ Reader = Callable[[str, int], tuple[JSON, int]]
 
 def python_value(text: str, at: int) -> tuple[JSON, int]:
     """Read a value at `at`; a text that is no literal, as LFM2 writes some, ends where the argument does.
-
     Raises `ValueError`."""
     found = STRING.match(text, at)
     if found and FOLLOWS.match(text, found.end()):
@@ -59,9 +58,8 @@ def gemma_value(text: str, at: int) -> tuple[JSON, int]:
 
 
 def members(text: str, at: int, read: Reader, *, between: str, closing: str) -> tuple[dict[str, JSON], int]:
-    """Read what stands in brackets, from behind the opening one: names, `between`, values, commas.
-
-    Raises `ValueError`."""
+    """Read what stands in brackets, from behind the opening one: names, `between`, values, commas. Raises
+    `ValueError`."""
     found: dict[str, JSON] = {}
     at = skip(text, at)
     while not text.startswith(closing, at):

@@ -96,9 +96,8 @@ class Completion:
 
     @property
     def message(self) -> ChatMessage:
-        """Return the answer as a message, to be appended to those it answers.
-
-        Malformed calls are part of its content, so that nothing of the answer is lost."""
+        """Return the answer as a message, to be appended to those it answers. Malformed calls are part of its
+        content, so that nothing of the answer is lost."""
         message: dict[str, JSON] = {
             "role": "assistant",
             "content": "\n".join(part for part in (self.content, *self.malformed_calls) if part),

@@ -88,9 +88,8 @@ class Policy:
         self._format.calls.refuse_unread()
 
     def fresh(self, rollout_id: str, *, lease_version: int | None = None) -> "Policy":
-        """Return a policy with nothing recorded, which shares the engine and the remembered prompts.
-
-        Engines begin with requests of the lowest `lease_version`; without one it stays as it is."""
+        """Return a policy with nothing recorded, which shares the engine and the remembered prompts. Engines
+        begin with requests of the lowest `lease_version`; without one it stays as it is."""
         policy = copy(self)
         if lease_version is not None:
             policy._lease_version = lease_version
@@ -187,7 +186,6 @@ class Policy:
         self, completion: Completion, text: str, *, sampling: Sampling | None = None, trainable: bool = True
     ) -> Completion:  # fmt: skip
         """Continue an answer within its own turn, after `text` that is not the policy's and is not trained.
-
         `completion` is the last one of its trajectory, or EpisodeError is raised. Raises EngineError."""
         ending = (s for s in self._strands if s.sampled[-1][1].number == completion.number)
         if (strand := next(ending, None)) is None:
@@ -197,9 +195,8 @@ class Policy:
         return await self._read_plainly(strand.tokens + array("i", added), call, strand.images)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
-        """Return the tokens of a chat up to where the policy would answer, recording nothing.
-
-        Raises MessagesError for no chat."""
+        """Return the tokens of a chat up to where the policy would answer, recording nothing. Raises
+        MessagesError for no chat."""
         return len(await self._format.in_thread(self._format.encode_chat, messages, tools))
 
     async def token_texts(self, token_ids: np.ndarray) -> list[str]:
@@ -274,7 +271,6 @@ class Policy:
         self, token_ids: "array[int]", call: Call, images: tuple[PlacedImage, ...]
     ) -> tuple[Strand, Generation]:
         """Sample what follows `token_ids`, and record both in the strand that they continue, or in a new one.
-
         Which one that is shows when the tokens are there: other calls may have grown it meanwhile."""
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
         experts_from = self._experts_from(call, token_ids, images)
@@ -295,9 +291,8 @@ class Policy:
         return self._others.opponents.get(policy) or self._others.further.get(policy) or self._engine
 
     async def _fitting(self, request: GenerationRequest, call: Call) -> Generation:
-        """Return what is sampled for `request`, of as many tokens as its context has room for.
-
-        Raises ContextFullError where there is none. Engines that start do not tell how much there is."""
+        """Return what is sampled for `request`, of as many tokens as its context has room for. Raises
+        ContextFullError where there is none. Engines that start do not tell how much there is."""
         engine = self._engine_of(call.policy)
         fitted = _fitted(request, engine)
         try:

@@ -33,11 +33,9 @@ class SampledTurn:
     number: int
     """Counts the completions of the rollout from 0."""
     context: bytes
-    """Digest of what was asked."""
     generation: Generation
     """What was sampled; its finish reason is `abort` where it was cut short."""
     trained: bool
-    """Whether it is the run's own policy's and may be trained on."""
 
     @property
     def key(self) -> tuple[int, bytes, int]:
@@ -69,11 +67,9 @@ class RolloutTurns:
         for turn in left:
             self._left.setdefault(turn.context, deque()).append(turn)
         self._stored = {turn.key for turns in self._left.values() for turn in turns}
-        """Keys of the turns that a shard has."""
         self._sampled: dict[int, SampledTurn] = {}
         self._counts = counts
         self._asked: dict[str, Engine] = {}
-        """Engines by the requests that they have."""
         self._calls = 0
         """Calls of the policy that wait for their completions."""
         self._idle = asyncio.Event()

@@ -16,11 +16,9 @@ async def generate_until(
     generate: Callable[[GenerationRequest], Awaitable[Generation]], request: GenerationRequest,
     find_end: Callable[[Sequence[int]], Awaitable[int | None]], *, begun: Generation | None = None,
 ) -> Generation:  # fmt: skip
-    """Continue `request` until `find_end`, given the tokens so far, says after how many of them to end.
-
-    What is cut off was sampled later, so what is left is a sample of the policy, as if it had stopped there.
-    `begun` is what was sampled for it before.
-    """
+    """Continue `request` until `find_end`, given the tokens so far, says after how many of them to end. What
+    is cut off was sampled later, so what is left is a sample of the policy, as if it had stopped there.
+    `begun` is what was sampled for it before."""
     limit, whole = request.sampling.max_new_tokens, begun
     while True:
         sampled = 0 if whole is None else len(whole.token_ids)

@@ -26,7 +26,6 @@ class Call:
     number: int
     agent: str
     policy: str
-    """Name of the policy that is trained on it."""
     sampling: Sampling
     trainable: bool
 
@@ -78,9 +77,8 @@ class Strand:
         turn_rewards: Mapping[int, float], reward_components: Mapping[str, float], end: End | None,
         untrained: Set[int] = frozenset(),
     ) -> AgentTrajectory:  # fmt: skip
-        """Return the recording as arrays.
-
-        `turn_rewards` are by the number of the call; `untrained` are numbers of calls out of the loss."""
+        """Return the recording as arrays. `turn_rewards` are by the number of the call; `untrained` are
+        numbers of calls out of the loss."""
         length = len(self.tokens)
         mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         versions = np.full(length, -1, np.int32)
@@ -124,7 +122,6 @@ class Strand:
 
     def _kv_versions(self, policy_versions: np.ndarray) -> np.ndarray | None:
         """Return the oldest versions of keys and values of all tokens; None where no engine kept older ones.
-
         `policy_versions` are those of all tokens."""
         found = policy_versions.copy()
         for start, _, generation in self.sampled:
@@ -141,7 +138,6 @@ class Strand:
 
 def refuse_unequal_lengths(generation: Generation) -> None:
     """Raise `EngineError` unless each token of a completion has a log-prob and a policy version of its own.
-
     NumPy would give one value to all tokens in silence."""
     tokens = np.shape(generation.token_ids)
     values = {"log-probs": generation.logprobs, "policy versions": generation.policy_versions}
@@ -170,9 +166,8 @@ def _turn(span: slice, call: Call, generation: Generation, reward: float | None)
 def forked_from(
     token_ids: "array[int]", strands: Sequence[Strand], images: Sequence[PlacedImage] = ()
 ) -> Fork | None:
-    """Return where a context departs from one of `strands`: from the one that it shares most tokens with.
-
-    A strand counts whose first prompt is shared at least; None where none is."""
+    """Return where a context departs from one of `strands`: from the one that it shares most tokens with. A
+    strand counts whose first prompt is shared at least; None where none is."""
     forks = [
         Fork(strand.number, min(_shared(token_ids, strand.tokens), _other_image(images, strand.images)))
         for strand in strands

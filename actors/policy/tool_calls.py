@@ -23,7 +23,6 @@ class CallFormat:
     """One way of writing tool calls."""
 
     openings: tuple[str, ...]
-    """Texts by which calls begin."""
     read: Callable[[str, int, Schemas], Found]
     marks: tuple[str, ...] = ()
     """Further texts with a meaning; like openings, they may be special tokens."""

@@ -1,6 +1,5 @@
-"""Take tokens out of training that older policy versions sampled, or computed keys and values for.
-
-A generation may have outlived several versions."""
+"""Take tokens out of training that older policy versions sampled, or computed keys and values for. A
+generation may have outlived several versions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,10 +31,9 @@ TRAIN_ALL = Masking()
 
 
 def without_older_versions(trajectory: AgentTrajectory, max_lag: int) -> AgentTrajectory:
-    """Mask tokens whose version lags the trajectory's newest by more than `max_lag`.
-
-    They stay as context, and the metadata says how many there are and which versions sampled them. With 0
-    only tokens of the newest version are trained on (slime's `mask-offpolicy-in-partial-rollout`)."""
+    """Mask tokens whose version lags the trajectory's newest by more than `max_lag`. They stay as context,
+    and the metadata says how many there are and which versions sampled them. With 0 only tokens of the newest
+    version are trained on (slime's `mask-offpolicy-in-partial-rollout`)."""
     sampled = trajectory.loss_mask
     newest = int(trajectory.policy_versions[sampled].max(initial=-1))
     older = sampled & (trajectory.policy_versions < newest - max_lag)
@@ -47,9 +45,8 @@ def without_older_versions(trajectory: AgentTrajectory, max_lag: int) -> AgentTr
 
 
 def without_older_kv(trajectory: AgentTrajectory) -> AgentTrajectory:
-    """Mask tokens that were sampled over keys and values of older weights than those that sampled them.
-
-    They stay as context, and the metadata says how many there are."""
+    """Mask tokens that were sampled over keys and values of older weights than those that sampled them. They
+    stay as context, and the metadata says how many there are."""
     if trajectory.kv_versions is None:
         return trajectory
     older = trajectory.loss_mask & (trajectory.kv_versions != trajectory.policy_versions)

@@ -1,7 +1,6 @@
-"""What a program sees: its own processes, its own loopback, and the host's files read-only.
-
-`enter` is called by the process that watches over a program, `build_view` by the first process of the
-program's namespace, and `become_program` by the program's own process before its command runs."""
+"""What a program sees: its own processes, its own loopback, and the host's files read-only. `enter` is called
+by the process that watches over a program, `build_view` by the first process of the program's namespace, and
+`become_program` by the program's own process before its command runs."""
 
 import os
 import resource
@@ -33,7 +32,6 @@ DAEMONS = (
 
 def enter(request: ProgramRequest) -> socket.socket | None:
     """Give this process users, mounts, messages and processes to come of its own, and a network if asked.
-
     Returns the socket of that network at which the gateway is to listen. Raises OSError naming the call that
     this host does not allow."""
     if request.user is not None:
@@ -63,10 +61,9 @@ def change_user(user: int, group: int) -> None:
 
 
 def build_view(request: ProgramRequest) -> None:
-    """Show this process the host's files read-only, without those that are covered. Raises OSError.
-
-    What is covered stays so inside of what may be read or written, and what may be read or written stays in
-    sight inside of what is covered; the same path in both is covered."""
+    """Show this process the host's files read-only, without those that are covered. Raises OSError. What is
+    covered stays so inside of what may be read or written, and what may be read or written stays in sight
+    inside of what is covered; the same path in both is covered."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     trees = {path: kernel.writable_copy(path) for path in (request.directory, *request.writable)}
     trees |= {path: kernel.read_only_copy(path) for path in request.readable}
@@ -120,7 +117,6 @@ def _cover(path: str, size_bytes: int) -> None:
 
 def become_program(request: ProgramRequest, stdin: int, output: int) -> None:
     """Turn this process into that of a program: its own session, limits, no privileges and no keyrings.
-
     Raises OSError for what the kernel does not allow; then nothing may run."""
     os.setsid()
     for place, descriptor in enumerate((stdin, output, output)):

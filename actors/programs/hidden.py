@@ -8,9 +8,8 @@ _hidden: set[Path] = set()
 
 
 def hide(paths: Iterable[Path]) -> None:
-    """Hide these files and directories from every program that is started from now on.
-
-    One that does not exist yet is hidden from the programs that start once it exists."""
+    """Hide these files and directories from every program that is started from now on. One that does not
+    exist yet is hidden from the programs that start once it exists."""
     _hidden.update(path.absolute() for path in paths)
 
 

@@ -54,9 +54,8 @@ class Output:
 
 @asynccontextmanager
 async def output_pipe(most_bytes: int | None) -> AsyncIterator[tuple[Output, int]]:
-    """Yield a reader, and the descriptor of the pipe into which a program writes.
-
-    asyncio's own pipes would have `wait` last until every process that inherited one has ended."""
+    """Yield a reader, and the descriptor of the pipe into which a program writes. asyncio's own pipes would
+    have `wait` last until every process that inherited one has ended."""
     reading, writing = os.pipe()
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

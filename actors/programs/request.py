@@ -1,6 +1,5 @@
-"""What the process that starts programs is asked for; travels to it as JSON.
-
-Read by a process that loads nothing but the standard library and this room."""
+"""What the process that starts programs is asked for; travels to it as JSON. Read by a process that loads
+nothing but the standard library and this room."""
 
 from dataclasses import dataclass
 

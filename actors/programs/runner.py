@@ -1,6 +1,5 @@
-"""Runs programs that others wrote, each kept from the actor, its host and other programs.
-
-A program is bounded in time, output and what it uses, and ends with all that it has started."""
+"""Runs programs that others wrote, each kept from the actor, its host and other programs. A program is
+bounded in time, output and what it uses, and ends with all that it has started."""
 
 import asyncio
 import json
@@ -69,7 +68,6 @@ class ProgramEnd:
     status: int
     """Exit status; negative for the signal that ended it."""
     output: str
-    """The end of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +85,8 @@ class Program:
 
 
 class ProgramRunner:
-    """Starts programs by a process of its own, which ends with it or by `close`.
-
-    Raises ConfigError where the host allows no namespaces and they are required, or for a user who is not
-    there."""
+    """Starts programs by a process of its own, which ends with it or by `close`. Raises ConfigError where the
+    host allows no namespaces and they are required, or for a user who is not there."""
 
     def __init__(self, config: IsolationConfig, at_once: int = 1) -> None:
         """Take the number of programs `at_once`, which share the memory of this host."""
@@ -129,14 +125,7 @@ class ProgramRunner:
 
         Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host, which
         may have had no memory left for its share of it, and OSError. However this ends, also by
-        cancellation, no process that the program has started is left.
-
-        Args:
-            program: what is run.
-            timeout_s: longest time that it may take.
-            most_output_bytes: output after which it is ended.
-            port: where the gateway listens on the loopback of the program's own, if it has one.
-            serve: has the gateway listen there."""
+        cancellation, no process that the program has started is left."""
         with self._groups.group() if self._groups is not None else nullcontext() as memory:
             try:
                 ended = await self._run(program, timeout_s, most_output_bytes, port, serve, memory)
@@ -347,9 +336,8 @@ async def _ended(report: socket.socket, ending: "asyncio.Task[Mapping[str, Any]]
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory, whatever a program left in it.
-
-    Python's own way comes to its limits of recursion and open files where directories are nested deeply."""
+    """Remove a directory, whatever a program left in it. Python's own way comes to its limits of recursion
+    and open files where directories are nested deeply."""
     with suppress(RecursionError):
         shutil.rmtree(directory, ignore_errors=True)
     if directory.is_dir() and not directory.is_symlink():

@@ -26,7 +26,6 @@ class Outcome(NamedTuple):
     status: int
     """Exit status; negative for the signal that ended it."""
     over: str = ""
-    """The limit that it passed."""
     refused: str = ""
     """Why it could not be started."""
 

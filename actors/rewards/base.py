@@ -66,7 +66,6 @@ class InvalidRewardError(UnscoredError):
 
 class AnswerFaultError(RewardError):
     """The answer itself made the reward fail, as no other answer would: it gets the lowest reward, not none.
-
     A reward of one's own raises it for what the policy wrote and the reward cannot read. Were such an answer
     left out, the policy could learn to write it in place of a wrong one."""
 

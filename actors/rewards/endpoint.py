@@ -50,9 +50,8 @@ class Endpoint:
     """Posts JSON to one URL. Connections open with the first request, on the event loop that asks."""
 
     def __init__(self, config: EndpointConfig, *, what: str, path: str = "") -> None:
-        """Take the settings of `what`, whose server is at `config.url` + `path`.
-
-        Raises ConfigError without an address, and where a key is to come from a variable that is not set."""
+        """Take the settings of `what`, whose server is at `config.url` + `path`. Raises ConfigError without
+        an address, and where a key is to come from a variable that is not set."""
         if not config.url:
             raise ConfigError(f"{what} needs the address of its server: set its url in the run's settings")
         self._config = config
@@ -69,10 +68,8 @@ class Endpoint:
         """Says which other budget than that of calls is spent; empty while none is."""
 
     async def post(self, body: JSON) -> EndpointReply:
-        """Return the reply, asking again while the server is away.
-
-        Raises `UnscoredError` when all attempts failed or the server refused the request, `BudgetSpentError`
-        when no further request is allowed."""
+        """Return the reply, asking again while the server is away. Raises `UnscoredError` when all attempts
+        failed or the server refused the request, `BudgetSpentError` when no further request is allowed."""
         retries = stamina.retry_context(
             on=TransientError,
             attempts=self._config.attempts,

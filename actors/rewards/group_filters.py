@@ -19,7 +19,6 @@ class EpisodeSize:
     """How much an agent sampled in an episode."""
 
     tokens: int
-    """Number of sampled tokens."""
     truncated: bool
     """Whether it was cut off at a limit of tokens or turns."""
 
@@ -72,9 +71,8 @@ class DropReason(NamedTuple):
 def reason_to_drop(
     keep: GroupFilter, rewards: Iterable[AgentReward], sizes: Sizes | None = None
 ) -> DropReason | None:
-    """Return why a group is to be dropped: the filter keeps no agent's rewards, fails, or there are none.
-
-    A filter that raises, or returns neither None nor a reason, drops the group as `filter_failed`. What a
+    """Return why a group is to be dropped: the filter keeps no agent's rewards, fails, or there are none. A
+    filter that raises, or returns neither None nor a reason, drops the group as `filter_failed`. What a
     filter returns may have a detail after its name and a colon."""
     by_agent = episode_rewards(rewards)
     if not by_agent:
@@ -111,9 +109,8 @@ FILTERS: Mapping[str, GroupFilter] = {"none": keep_all, "zero_variance": drop_ze
 
 
 def load_filter(name: str, limits: GroupLimitsConfig | None = None) -> GroupFilter:
-    """Return the filter that applies the limits and then the one of that name.
-
-    Raises ConfigError for a name that cannot be loaded."""
+    """Return the filter that applies the limits and then the one of that name. Raises ConfigError for a name
+    that cannot be loaded."""
     named = load_function("group filter", name, FILTERS)
     if limits is None or limits == GroupLimitsConfig():
         return named
@@ -121,9 +118,8 @@ def load_filter(name: str, limits: GroupLimitsConfig | None = None) -> GroupFilt
 
 
 def reason_of_limits(rewards: AgentRewards, limits: GroupLimitsConfig) -> str | None:
-    """Return which limit a group is beyond; None if it is within all of them.
-
-    Lengths are those of the episodes that this actor rolled out; without any the group is kept."""
+    """Return which limit a group is beyond; None if it is within all of them. Lengths are those of the
+    episodes that this actor rolled out; without any the group is kept."""
     if limits.drop_all_truncated and rewards.all_truncated:
         return "all_truncated"
     if reason := _outside(fmean(rewards), limits.mean_reward_min, limits.mean_reward_max):

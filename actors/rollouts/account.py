@@ -11,9 +11,8 @@ from storage.account.records import AccountRecord, AccountWriter, Copy, Kind
 
 
 class ActorAccount:
-    """Notes each trajectory before it is published, and again once the bus has acknowledged it.
-
-    So a trajectory that is stored and was never sent is told from one whose actor died before the answer. The
+    """Notes each trajectory before it is published, and again once the bus has acknowledged it. So a
+    trajectory that is stored and was never sent is told from one whose actor died before the answer. The
     files are written on a thread: a disk that hangs holds up the publication, and not the rollouts."""
 
     def __init__(self, directory: Path | None, actor: str) -> None:

@@ -65,7 +65,6 @@ class FurtherLeases:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[HeldLease | None]:
         """Have a lease while inside; None once the policy's learner is done, which only plays from then on.
-
         Raises `HandBackError` when this process is to end."""
         found = await self._next()
         try:
@@ -75,9 +74,8 @@ class FurtherLeases:
                 found.ended.set()
 
     def takes_part(self, part: Group) -> bool:
-        """Return whether the policy has trajectories in its part of a group.
-
-        Raises `ConfigError` as `Participation` does."""
+        """Return whether the policy has trajectories in its part of a group. Raises `ConfigError` as
+        `Participation` does."""
         self._participation.note(took_part=bool(part.episodes), has_played=bool(part.unfailed))
         return bool(part.episodes)
 

@@ -27,11 +27,9 @@ refuses a message above 512 MiB (bus/streams/message_parts.py)."""
 
 @dataclass
 class Group:
-    """Collects the episodes of a group.
-
-    Where every episode gives equally many trajectories, `each`, a sample's place in the group is known before
-    its siblings are finished, and finished ones may be sent ahead. Otherwise only the whole group is sent.
-    """
+    """Collects the episodes of a group. Where every episode gives equally many trajectories, `each`, a
+    sample's place in the group is known before its siblings are finished, and finished ones may be sent
+    ahead. Otherwise only the whole group is sent."""
 
     lease: Lease
     each: int | None
@@ -41,7 +39,6 @@ class Group:
     stored: GroupStatus = NOTHING
     """What another actor left in the shard."""
     episodes: dict[int, Episode] = field(default_factory=dict)
-    """Episodes finished here, by sample."""
     failures: dict[int, FailedEpisode] = field(default_factory=dict)
     """Rollouts that failed here, by sample; their siblings go on without them."""
     sent: set[int] = field(default_factory=set)
@@ -89,9 +86,8 @@ class Group:
         return {whose: _size(found) for whose, found in parts.items()}
 
     def part_of(self, policy: str, lease: Lease, belongs: Callable[[AgentTrajectory], bool]) -> "Group":
-        """Return the trajectories that `belongs` chooses, as a group of a lease of the policy `policy`.
-
-        An episode without any is left out; one that failed has failed for every policy."""
+        """Return the trajectories that `belongs` chooses, as a group of a lease of the policy `policy`. An
+        episode without any is left out; one that failed has failed for every policy."""
         of_this_prompt = replace(lease, prompt=self.lease.prompt)
         part = Group(of_this_prompt, None, self.actor, failures=dict(self.failures))
         for sample, episode in self.episodes.items():
@@ -185,11 +181,8 @@ class Group:
 
     def unsent(self) -> list[tuple[str, TrajectoryBatch]]:
         """Return what is finished and was not sent yet, as messages with their ids; from now on it counts as
-        sent.
-
-        The whole group is one message, and a part of it one a sample: each is the same whoever sends it. With
-        routed experts or many images, which are large, each sample is one whose place is known.
-        """
+        sent. The whole group is one message, and a part of it one a sample: each is the same whoever sends
+        it. With routed experts or many images, which are large, each sample is one whose place is known."""
         samples = sorted(self.episodes.keys() - self.sent)
         whole = self.each is None or (len(samples) == self.samples and not self._is_large)
         self.sent.update(samples)

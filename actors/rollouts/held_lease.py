@@ -23,9 +23,8 @@ class HeldLease:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def is_still_open(self) -> bool:
-        """Ask again which versions may sample for it; return False if it is settled.
-
-        Raises as `PolicyLeases.may_sample` does."""
+        """Ask again which versions may sample for it; return False if it is settled. Raises as
+        `PolicyLeases.may_sample` does."""
         version = await self.leases.may_sample(self.lease, asks=True)
         self.version = self.version if version is None else version
         return version is not None

@@ -63,9 +63,8 @@ class Interruption:
         )
 
     async def take_over(self, group: Group) -> None:
-        """Put into the group what other actors left of it: siblings that are stored, and turns.
-
-        A rollout with turns of weights too old for the group would be thrown away at its end."""
+        """Put into the group what other actors left of it: siblings that are stored, and turns. A rollout
+        with turns of weights too old for the group would be thrown away at its end."""
         found = await self._leases.stored(group.lease)
         if group.each is not None:
             group.stored = found

@@ -15,9 +15,8 @@ LOOK_S = 1.0
 
 class LeaseAdmission:
     """Takes leases until the contexts of their episodes are likely to fill a share of the engines' caches.
-
-    More of them would not run at once: their contexts would be thrown away between turns, and computed
-    again. Fewer would leave the engines idle."""
+    More of them would not run at once: their contexts would be thrown away between turns, and computed again.
+    Fewer would leave the engines idle."""
 
     def __init__(self, contexts: ContextTokens, look: Look, *, soft_share: float) -> None:
         self._contexts = contexts
@@ -25,11 +24,7 @@ class LeaseAdmission:
         self._soft_share = soft_share
 
     def room(self, most: int, *, not_begun: int) -> int:
-        """Return how many further leases may be taken, at most `most`.
-
-        Args:
-            most: the upper bound.
-            not_begun: leases that were taken and whose episodes have not begun."""
+        """Return how many further leases may be taken, at most `most`."""
         kv = self._look()
         if kv is None:
             return most

@@ -59,10 +59,8 @@ class PolicyLeases:
 
     async def may_sample(self, lease: Lease, *, asks: bool) -> int | None:
         """Wait for weights that may sample the lease: the oldest version that may, or None if it is settled.
-
-        Weights that keep us waiting may be those of a learner that died: its successor needs the group
-        before it gets there, and storage says so. Raises `HandBackError` when this process is to end.
-        """
+        Weights that keep us waiting may be those of a learner that died: its successor needs the group before
+        it gets there, and storage says so. Raises `HandBackError` when this process is to end."""
         version = lease.policy_version
         while True:
             self.hand_back_at_the_end(lease)

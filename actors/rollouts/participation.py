@@ -18,7 +18,6 @@ class Participation:
 
     def note(self, *, took_part: bool, has_played: bool) -> None:
         """Count one group. One whose episodes failed for the policy too shows nothing: `took_part` holds.
-
         Raises `ConfigError` for a policy that never had a part; one that plays in few groups may wait
         long."""
         self._has_played = self._has_played or has_played

@@ -145,10 +145,8 @@ class Worker:
             self._leases.account.close()
 
     async def _on_lease(self, received: Received[Lease]) -> None:
-        """The lease is acked when this returns: its group is on the stream, or its rejection is.
-
-        Raises `SchemaError` for a prompt that is quarantined: it is set aside.
-        """
+        """The lease is acked when this returns: its group is on the stream, or its rejection is. Raises
+        `SchemaError` for a prompt that is quarantined: it is set aside."""
         lease = received.message
         self.room.not_begun.add(lease.lease_id)
         try:
@@ -260,9 +258,8 @@ class Worker:
         self.failures.count(group.lease.prompt.metadata, group.episodes)
 
     async def _gather(self, group: Group) -> None:
-        """Roll out what is missing, and send what is finished ahead of siblings that take long.
-
-        Raises `HandBackError`, plain, when one of them is to be done elsewhere."""
+        """Roll out what is missing, and send what is finished ahead of siblings that take long. Raises
+        `HandBackError`, plain, when one of them is to be done elsewhere."""
         lease, rollouts = group.lease, [group.rollout(sample) for sample in group.missing]
         self._policy.contexts.begin(lease.lease_id, rollouts)
         try:

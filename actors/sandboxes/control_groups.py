@@ -26,7 +26,6 @@ class ControlGroup:
 
     def joining(self) -> FileIO:
         """Return the file by which a process joins that writes 0 to it, whatever rights it has by then.
-
         Raises OSError."""
         return FileIO(self.path / "cgroup.procs", "w")
 

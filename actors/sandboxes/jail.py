@@ -1,5 +1,4 @@
 """The file system and namespaces of the sandbox: Python's own files read-only, a small /tmp, and no network.
-
 `enter` is called once by the process that starts programs, `private_namespaces` once for each program.
 Neither needs privileges, where the kernel lets ordinary users make namespaces."""
 
@@ -118,18 +117,16 @@ def make_place(place: Path, *, is_directory: bool) -> None:
 
 
 def private_namespaces(host: Host, home: str, *, file_bytes: int, files: int) -> None:
-    """Give the process of one program its own users, processes to come, and an empty directory `home`.
-
-    Raises OSError."""
+    """Give the process of one program its own users, processes to come, and an empty directory `home`. Raises
+    OSError."""
     own_namespaces(host)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("program", home, "tmpfs", flags, f"size={file_bytes},nr_inodes={files + 1},mode=700")
 
 
 def own_namespaces(host: Host, further: int = 0) -> None:
-    """Give this process users, mounts and processes to come of its own, and `further` namespaces.
-
-    Raises OSError."""
+    """Give this process users, mounts and processes to come of its own, and `further` namespaces. Raises
+    OSError."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         user = group = NOBODY

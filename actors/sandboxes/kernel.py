@@ -88,7 +88,6 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 def read_only_copy(path: str, *, devices: bool = False) -> int:
     """Return a descriptor of a mount that shows `path` and what is below it read-only, attached nowhere yet.
-
     Raises OSError, on Linux before 5.12 too."""
     flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_RECURSIVE
     tree = _checked(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
@@ -103,9 +102,8 @@ def read_only_copy(path: str, *, devices: bool = False) -> int:
 
 
 def writable_copy(path: str) -> int:
-    """Return a descriptor of a mount that shows `path` and what is below it, attached nowhere yet.
-
-    Raises OSError."""
+    """Return a descriptor of a mount that shows `path` and what is below it, attached nowhere yet. Raises
+    OSError."""
     flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_RECURSIVE
     return _checked(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
 
@@ -121,9 +119,8 @@ def make_read_only(path: str) -> None:
 
 
 def attach(tree: int, target: str) -> None:
-    """Attach a mount that one of the functions above returned at `target`, and close its descriptor.
-
-    Raises OSError."""
+    """Attach a mount that one of the functions above returned at `target`, and close its descriptor. Raises
+    OSError."""
     result = _libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
     _checked(result, f"move_mount to {target}")
     os.close(tree)

@@ -1,5 +1,4 @@
 """What a program in the sandbox may use, and where its modules are; travels as JSON to the sandbox's process.
-
 Read by a process that loads nothing but the standard library and this room."""
 
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ class Limits:
     memory_bytes: int = 1 << 29
     """Address space of each of its processes."""
     processes: int = 1
-    """Processes and threads at a time."""
     open_files: int = 64
     file_bytes: int = 1 << 24
     """Size of one file, and of all of them together."""

@@ -46,9 +46,8 @@ class Ran:
 
 
 class Sandbox:
-    """Runs programs, `at_once` at a time; further ones wait. Its process ends with it, or by `close`.
-
-    Raises ConfigError where the host allows no sandbox: there is no weaker one."""
+    """Runs programs, `at_once` at a time; further ones wait. Its process ends with it, or by `close`. Raises
+    ConfigError where the host allows no sandbox: there is no weaker one."""
 
     def __init__(self, limits: Limits, *, at_once: int = 4, output_bytes: int = 1 << 16) -> None:
         self._limits = limits
@@ -62,12 +61,7 @@ class Sandbox:
         self._end = weakref.finalize(self, self._server.end)
 
     async def run(self, code: str, stdin: str = "", *, output_bytes: int | None = None) -> Ran:
-        """Run a program. Raises ToolError where the sandbox, not the program, failed.
-
-        Args:
-            code: Python.
-            stdin: what it can read.
-            output_bytes: output after which it is ended, instead of the sandbox's own limit."""
+        """Run a program. Raises ToolError where the sandbox, not the program, failed."""
         limit = self._output_bytes if output_bytes is None else output_bytes
         async with self._slots:
             return await self._run(code, stdin, limit, self._limits)
@@ -75,16 +69,9 @@ class Sandbox:
     async def run_joined(
         self, code: str, other: str, stdin: str = "", *, wall_s: float | None = None
     ) -> tuple[Ran, Ran]:
-        """Run two programs apart from each other, whose descriptors 3 are a socket between them.
-
-        They take one place. The other is stopped when the first has ended. Raises ToolError where the sandbox
-        failed for one of them.
-
-        Args:
-            code: Python of the first.
-            other: and of the other.
-            stdin: what the first alone can read.
-            wall_s: time of each, instead of the sandbox's own limit; it may all be processor time."""
+        """Run two programs apart from each other, whose descriptors 3 are a socket between them. They take
+        one place. The other is stopped when the first has ended. Raises ToolError where the sandbox failed
+        for one of them."""
         limits = self._limits
         if wall_s is not None:
             limits = replace(limits, wall_s=wall_s, cpu_s=max(limits.cpu_s, ceil(wall_s)))

@@ -39,7 +39,6 @@ FAILED = 1
 
 def become_program(limits: Limits, stdin: int, stdout: int, stderr: int) -> None:
     """Turn this process into that of a program: its own session, limits, no privileges, few system calls.
-
     Raises OSError for what the kernel does not allow; then no code may run."""
     os.setsid()  # kill(0) reaches all of a process group, in whatever namespace they are
     kernel.die_with_parent()
@@ -242,9 +241,8 @@ def _read_all(descriptor: int) -> str:
 
 
 def _wait(child: int, report: socket.socket, wall_s: float, host: Host) -> str | None:
-    """Wait for the program; kill it, with all it started, after `wall_s` or when the actor hangs up.
-
-    Returns why it was killed, None if it was ending before."""
+    """Wait for the program; kill it, with all it started, after `wall_s` or when the actor hangs up. Returns
+    why it was killed, None if it was ending before."""
     ended = os.pidfd_open(child)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -262,9 +260,8 @@ def _wait(child: int, report: socket.socket, wall_s: float, host: Host) -> str |
 
 
 def _is_ending(stat: str) -> bool:
-    """Whether a process was on its way out, whatever ended it, when the kernel wrote its `stat` (proc(5)).
-
-    A zombie whose process is not over has threads that run on: its main thread alone has ended."""
+    """Whether a process was on its way out, whatever ended it, when the kernel wrote its `stat` (proc(5)). A
+    zombie whose process is not over has threads that run on: its main thread alone has ended."""
     state, *numbers = stat.rpartition(")")[2].split()
     return bool(int(numbers[FLAGS]) & PF_EXITING) and state != "Z"
 

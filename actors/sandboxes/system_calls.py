@@ -1,8 +1,6 @@
 """The filter of system calls (seccomp) of a program in the sandbox, as a BPF program of the kernel's.
-
 Namespaces and limits do the containing; the filter takes away what a program does not need and what makes
-most of the kernel's surface: other programs, sockets, namespaces, mounts, keys, tracing, io_uring and BPF.
-"""
+most of the kernel's surface: other programs, sockets, namespaces, mounts, keys, tracing, io_uring and BPF."""
 
 import ctypes
 import errno
@@ -75,9 +73,8 @@ class _Program(ctypes.Structure):
 
 
 def filter_program(machine: str, allowed: Collection[str] = ()) -> bytes:
-    """Return the BPF program for a machine of this name, which denies what is not in `allowed`.
-
-    Raises KeyError for a machine without numbers here."""
+    """Return the BPF program for a machine of this name, which denies what is not in `allowed`. Raises
+    KeyError for a machine without numbers here."""
     instructions = _instructions(*MACHINES[machine], allowed)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 

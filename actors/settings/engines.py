@@ -408,9 +408,8 @@ class SglangEngineConfig(EngineSettings):
         return tuple(url.rstrip("/") for url in (*self.attached, *([prefill] if prefill else [])))
 
     def attached_to(self, url: str) -> "SglangEngineConfig":
-        """Return the settings of an engine at one of these URLs, or at another that joins.
-
-        Of those of a server it keeps the one without which that does not tell kept sets."""
+        """Return the settings of an engine at one of these URLs, or at another that joins. Of those of a
+        server it keeps the one without which that does not tell kept sets."""
         own = url in self.attached
         return self.model_copy(
             update={
@@ -442,9 +441,8 @@ NOT_QUANTISED = (
 
 
 def refuse_quantised(engine: SglangEngineConfig, model: Path | None = None) -> None:
-    """Raise `ConfigError` for servers that cannot take quantised weights, as far as settings tell.
-
-    They are those of a directory `model`, or without it those that the learner will publish."""
+    """Raise `ConfigError` for servers that cannot take quantised weights, as far as settings tell. They are
+    those of a directory `model`, or without it those that the learner will publish."""
     which = "quantised weights" if model is None else f"the quantised weights of {model}"
     if engine.attached:
         refuse_running(engine.attached[0], which, setting="actors.engine.url")

@@ -103,7 +103,6 @@ class FleetConfig(Config):
 
     def requests_after(self, failures: int) -> int:
         """Return how many requests an engine may have at once beside one under which engines have failed.
-
         After one failure there are as many as ever, since engines also end of other causes. Then there are
         fewer each time, and the request is alone for the last of its `attempts`. The count includes it."""
         if failures == 0:

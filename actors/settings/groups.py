@@ -1,6 +1,5 @@
-"""Settings of the groups of an actor: which are kept, and how often failed rollouts are repeated.
-
-Loads without torch and numpy."""
+"""Settings of the groups of an actor: which are kept, and how often failed rollouts are repeated. Loads
+without torch and numpy."""
 
 from typing import TYPE_CHECKING, Self
 

@@ -38,7 +38,6 @@ class Tool(Protocol):
 
     async def call(self, arguments: Arguments) -> ToolResult:
         """Do what is asked; `arguments` fit `parameters`. What the model did wrong is a result that says so.
-
         Raises ToolError for whatever is not the model's fault: the episode is then never trained as 0."""
 
     async def close(self) -> None:
@@ -49,9 +48,8 @@ class EpisodeState(Protocol):
     """What one or more tools keep for one episode, such as files or a session at a server."""
 
     async def call(self, tool: str, arguments: Arguments) -> ToolResult:
-        """Do what `Tool.call` does, for the tool of this name; calls of one turn may come at once.
-
-        A call that raises, or takes too long, ends the state; the next one finds a new state."""
+        """Do what `Tool.call` does, for the tool of this name; calls of one turn may come at once. A call
+        that raises, or takes too long, ends the state; the next one finds a new state."""
 
 
 @runtime_checkable
@@ -98,9 +96,8 @@ def function_schema(tool: Tool) -> dict[str, JSON]:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return at most `limit` characters of `text`: its first half and its last, with a note between them.
-
-    The note comes on top of `limit`."""
+    """Return at most `limit` characters of `text`: its first half and its last, with a note between them. The
+    note comes on top of `limit`."""
     if len(text) <= limit:
         return text
     head = (limit + 1) // 2

@@ -71,9 +71,8 @@ class EpisodeTools:
         return await held.state()
 
     def give_up(self, tool: Tool) -> bool:
-        """Close what a tool keeps, since the tool hangs or broke; its next call opens it anew.
-
-        Returns whether the tool kept anything."""
+        """Close what a tool keeps, since the tool hangs or broke; its next call opens it anew. Returns
+        whether the tool kept anything."""
         held = self._states.pop(tool.episode, None) if isinstance(tool, KeepsState) else None
         if held is not None:
             self._left.append(asyncio.create_task(held.close(), name=f"close {tool.name}"))

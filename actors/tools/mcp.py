@@ -1,7 +1,6 @@
-"""Tools of servers that speak the Model Context Protocol (package `mcp`, optional).
-
-Sessions live in a thread with an event loop of its own: the tools are known before the actor's loop runs, and
-a session must be closed by the task that opened it."""
+"""Tools of servers that speak the Model Context Protocol (package `mcp`, optional). Sessions live in a thread
+with an event loop of its own: the tools are known before the actor's loop runs, and a session must be closed
+by the task that opened it."""
 
 import asyncio
 import weakref
@@ -163,7 +162,6 @@ class _Session:
         self._config = config
         self._opening = asyncio.Lock()
         self._opened: asyncio.Future[ClientSession] | None = None
-        """The session of `_holder`, once it is open."""
         self._holder: asyncio.Task[None] | None = None
         self._calls: Counter[asyncio.Task[None] | None] = Counter()
         """Calls in progress, by the holder of their session."""
@@ -209,9 +207,8 @@ class _Session:
             await _ended(holder)
 
     async def _open(self) -> ClientSession:
-        """Return the session; open one where there is none, or where it broke.
-
-        A call that is cancelled meanwhile leaves the opening to the next one, which waits for the same."""
+        """Return the session; open one where there is none, or where it broke. A call that is cancelled
+        meanwhile leaves the opening to the next one, which waits for the same."""
         async with self._opening:
             if self._opened is None or self._holder is None or self._holder.done():
                 self._opened = asyncio.get_running_loop().create_future()

@@ -17,9 +17,8 @@ def names_of(tools: Sequence[object]) -> tuple[str, ...]:
 
 
 def refused_tools(tools: Sequence[object], config: EnvironmentSettings) -> str | None:
-    """Return why an environment cannot offer the tools of a prompt, and the remedy; None if it can.
-
-    Which tools a plug-in or an MCP server has shows when it is built: each of its rollouts looks then."""
+    """Return why an environment cannot offer the tools of a prompt, and the remedy; None if it can. Which
+    tools a plug-in or an MCP server has shows when it is built: each of its rollouts looks then."""
     if not tools:
         return None
     if not config.shows_tools:

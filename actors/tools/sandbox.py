@@ -214,9 +214,8 @@ def image_of(task: Task) -> str | None:
 
 
 async def write_texts(sandbox: EpisodeSandbox, files: JSON, *, anew: bool = False) -> None:
-    """Write the texts of a task, by path; with `anew` not through links that stand there.
-
-    Raises SandboxFileError and ToolError."""
+    """Write the texts of a task, by path; with `anew` not through links that stand there. Raises
+    SandboxFileError and ToolError."""
     for path, text in files.items() if isinstance(files, Mapping) else ():
         await sandbox.write(path, str(text).encode(), anew=anew)
 

@@ -21,9 +21,8 @@ def actor_name() -> str:
 async def first_policy(
     bus: Bus, patience_s: float, stop: asyncio.Event, *, learner: str = "launch learner"
 ) -> PolicyManifest | None:
-    """Return the first policy manifest, or None on `stop`.
-
-    Raises `BusAwayError` after `patience_s`, which names `learner`, the command that publishes one."""
+    """Return the first policy manifest, or None on `stop`. Raises `BusAwayError` after `patience_s`, which
+    names `learner`, the command that publishes one."""
     finished = asyncio.Event()
     waiting = "waiting for the learner's first policy version"
     async with asyncio.TaskGroup() as tasks:

@@ -48,7 +48,6 @@ class Newest(Generic[T]):
         loads_at_once: int,
     ) -> None:
         """`receive` fetches a version, `None` where it cannot be had now. `load` has an engine take it.
-
         `load` is called in the order of the fetches; False where the version is to be fetched again."""
         self.announced: PolicyManifest | None = None
         self.fetched: PolicyManifest | None = None
@@ -58,7 +57,6 @@ class Newest(Generic[T]):
         self._load = load
         self._slots = asyncio.Semaphore(loads_at_once)
         self._weights: T | None = None
-        """Weights of the version `fetched`."""
         self._aim: PolicyManifest | None = None
         """What is being fetched."""
         self._fetching: asyncio.Task[None] | None = None
@@ -132,9 +130,8 @@ AGAIN_S = 5.0
 
 
 async def fetch_state(blobs: BlobSource, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
-    """Fetch the weights of one version, by Hugging Face name.
-
-    Raises `BusError` when they are gone or damaged, `StorageError` when they differ from the announcement."""
+    """Fetch the weights of one version, by Hugging Face name. Raises `BusError` when they are gone or
+    damaged, `StorageError` when they differ from the announcement."""
     weights = await Receiver(blobs).from_snapshot(manifest)
     return torch_tensors(weights.tensors)
 
@@ -149,9 +146,8 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
 async def obtain_model(
     bus: Bus, manifest: PolicyManifest, directory: Path, *, patience_s: float, stop: asyncio.Event
 ) -> Path | None:
-    """Do `fetch_model_files` for the newest policy; ask the learner for files that the bus lost.
-
-    Returns None on `stop`. Raises `BusAwayError` after `patience_s`."""
+    """Do `fetch_model_files` for the newest policy; ask the learner for files that the bus lost. Returns None
+    on `stop`. Raises `BusAwayError` after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while not stop.is_set():
         try:

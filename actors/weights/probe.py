@@ -1,7 +1,6 @@
-"""Checks at each version that engines sample from the policy that they say they have.
-
-The learner scores a fixed probe when it publishes (learner/publication/probe.py). Here each engine scores it
-after it took the version, and the two are compared."""
+"""Checks at each version that engines sample from the policy that they say they have. The learner scores a
+fixed probe when it publishes (learner/publication/probe.py). Here each engine scores it after it took the
+version, and the two are compared."""
 
 import asyncio
 from collections import OrderedDict
@@ -53,7 +52,6 @@ class ProbeCheck:
         kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """With `exact`, any difference is an alarm, and so are other versions of packages than `kernels` has.
-
         Those are the engines', whose kernels the learner uses too; empty where it has its own."""
         self.alarms: dict[str, str] = {}
         """What is wrong, in words, by engine."""

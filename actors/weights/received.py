@@ -60,11 +60,8 @@ def merged_weights(
     like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
     """Return `base` with W + scale * B A in the place of each W that has an adapter; it shares the others.
-    Where adapters have lengths, the rows have these.
-
-    Their digests are made of those of W and its adapter. `like` allocates what is new. Raises `StorageError`
-    for adapters that do not fit the base.
-    """
+    Where adapters have lengths, the rows have these. Their digests are made of those of W and its adapter.
+    `like` allocates what is new. Raises `StorageError` for adapters that do not fit the base."""
     adapted = list(_adapted(base, adapters))
     found = in_order(threads, partial(_merged, scale, like), adapted)
     tensors = dict(base.tensors) | {one.name: tensor for one, tensor in zip(adapted, found, strict=True)}
@@ -146,7 +143,6 @@ async def base_weights(
     source: BlobSource, ref: BlobRef, fetch: Callable[[BlobRef], Awaitable[Weights]]
 ) -> Weights:
     """Return the weights behind `ref`, which `fetch` brings unless some source brought the same bytes last.
-
     Raises what `fetch` raises; then the next call fetches again."""
     async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):  # two fetch it once
         held = next((base for base in _bases.values() if base.digest == ref.digest), None)
@@ -159,10 +155,8 @@ T = TypeVar("T")
 
 
 class Receiver:
-    """Holds the newest weights received from one learner, and makes later ones from them.
-
-    `ConfigError` is raised for weights that are quantised in another way than the first: engines were started
-    for those."""
+    """Holds the newest weights received from one learner, and makes later ones from them. `ConfigError` is
+    raised for weights that are quantised in another way than the first: engines were started for those."""
 
     def __init__(self, blobs: BlobSource, *, served: ServedAdapters | None = None) -> None:
         """Receive from `blobs`. Adapters that are `served` are handed on beside their frozen weights."""
@@ -182,10 +176,8 @@ class Receiver:
 
     async def advance(self, manifest: PolicyManifest) -> Weights:
         """Return the weights that `manifest` announces, by deltas from those held or from its snapshot.
-
         Everything is verified before any of it is visible. Raises `BusError` or `StorageError` when neither
-        way works; then the weights held stay. Raises `ConfigError` where engines serve other adapters.
-        """
+        way works; then the weights held stay. Raises `ConfigError` where engines serve other adapters."""
         try:
             published = await self._by_deltas(manifest) or await self._from_snapshot(manifest)
             self._refuse_other_format(published)

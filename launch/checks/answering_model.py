@@ -57,9 +57,8 @@ class AnsweringModel:
 @contextmanager
 def directory_of_checkpoint(source: Path | None, config: RunConfig) -> Iterator[RunConfig]:
     """Yield settings whose model is the one in a checkpoint, in a directory of several or in that of a run;
-    the settings as they are without `source`.
-
-    Raises `ConfigError` or `StorageError` for what is no whole checkpoint."""
+    the settings as they are without `source`. Raises `ConfigError` or `StorageError` for what is no whole
+    checkpoint."""
     if source is None:
         yield config
         return

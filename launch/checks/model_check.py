@@ -1,7 +1,6 @@
-"""Asks whether the learner would train a run's models, in a process that ends with the answer.
-
-It is the learner's own code that is asked, which loads torch: the process that supervises a run keeps none of
-it, and a model of any size or kind ends the question at most."""
+"""Asks whether the learner would train a run's models, in a process that ends with the answer. It is the
+learner's own code that is asked, which loads torch: the process that supervises a run keeps none of it, and a
+model of any size or kind ends the question at most."""
 
 import json
 import os

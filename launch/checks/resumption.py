@@ -18,7 +18,6 @@ def finished(config: RunConfig, run: RunDirectory) -> str | None:
 
 def over(config: RunConfig, run: RunDirectory) -> str | None:
     """Return why a run that has ended by itself has nothing left to do by these settings; None where it has.
-
     Raises `LostDataError` where a file of the run is garbled."""
     files = RunFiles(run.path)
     saved = files.progress or {}

@@ -92,9 +92,8 @@ def _remedy(config: RunConfig) -> str:
 
 
 def elements(model: Path) -> int:
-    """Return the number of elements of all weights in the safetensors files of a directory.
-
-    Raises `OSError` or `ValueError` where there are none, or one is not whole."""
+    """Return the number of elements of all weights in the safetensors files of a directory. Raises `OSError`
+    or `ValueError` where there are none, or one is not whole."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
@@ -143,7 +142,6 @@ async def check_start(
     config: RunConfig, run: RunDirectory, *, own_bus: bool = False, models: bool = True
 ) -> Prompts:
     """Check what can be wrong before anything starts; prompts of a generated task are written into `run`.
-
     Returns the prompts. `models=False` leaves out what the learner would refuse of models. Raises
     `ConfigError` for the first thing that is wrong."""
     with long_work(f"checking what run {config.run!r} needs"):
@@ -302,10 +300,8 @@ def _refuse_live(config: RunConfig) -> str:
 
 def chat_remark(config: RunConfig) -> str:
     """Say by which tokens answers end and what names them, and how tool calls are read where an environment
-    has tools; nothing for a model that is not on this host.
-
-    Raises `ConfigError` where no token ends an answer, a file names what is no token, or no format reads the
-    calls that the template writes."""
+    has tools; nothing for a model that is not on this host. Raises `ConfigError` where no token ends an
+    answer, a file names what is no token, or no format reads the calls that the template writes."""
     model = model_here(config.model.path, RunDirectory(config.directory, config.run))
     if model is None:
         return ""

@@ -158,9 +158,8 @@ async def try_model(
     config: RunConfig, stop: asyncio.Event, *, count: int, say: Say,
     endpoint: ChatEndpointConfig | None = None,
 ) -> None:  # fmt: skip
-    """Roll the first `count` prompts out once, and `say` what came of it.
-
-    Raises `ConfigError` for what a start would refuse, and where there is no model to ask."""
+    """Roll the first `count` prompts out once, and `say` what came of it. Raises `ConfigError` for what a
+    start would refuse, and where there is no model to ask."""
     if config.model.path is None and endpoint is None:
         raise ConfigError("launch try shows a model that exists: name one by --model.path, or by --url")
     with TemporaryDirectory(prefix="sluice-try-") as scratch:

@@ -53,7 +53,6 @@ class Address:
 
 def dashboard_token(creds: Path | None) -> str | None:
     """Return the token that readers show: the variable's, or one made of the credentials; None without both.
-
     Raises `ConfigError` for a token that could be guessed."""
     given = os.environ.get(DASHBOARD_TOKEN_VARIABLE, "").strip()  # of a file it ends with a newline
     if not given:
@@ -98,9 +97,8 @@ def is_open_to_all(run: Path) -> bool:
 
 
 class Access:
-    """Lets a request pass that shows the token, as a cookie or as a bearer; every one where there is none.
-
-    A dashboard on loopback without a token refuses requests for other host names: a page elsewhere whose name
+    """Lets a request pass that shows the token, as a cookie or as a bearer; every one where there is none. A
+    dashboard on loopback without a token refuses requests for other host names: a page elsewhere whose name
     was made to lead here could read it otherwise. With one, a proxy may lead here from any name."""
 
     def __init__(self, app: ASGIApp, address: Address, token: str | None) -> None:

@@ -1,6 +1,5 @@
-"""The dashboard's pages and the objects that they ask for.
-
-It changes nothing in any run, but for the note and the removal that a reader with the token asks for."""
+"""The dashboard's pages and the objects that they ask for. It changes nothing in any run, but for the note
+and the removal that a reader with the token asks for."""
 
 import asyncio
 import json
@@ -106,9 +105,8 @@ class Dashboard:
         return JSONResponse({"removed": name})
 
     async def _change(self, request: Request) -> dict[str, Json]:
-        """Return what a reader who may change a run has sent.
-
-        It is JSON, which no page elsewhere can send without asking first."""
+        """Return what a reader who may change a run has sent. It is JSON, which no page elsewhere can send
+        without asking first."""
         if not self._asks_for_token:
             raise HTTPException(
                 403, "a run is changed by readers with a token alone: --creds or a token of yours"

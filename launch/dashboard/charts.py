@@ -20,7 +20,6 @@ class Chart:
     curves: dict[str, str] = field(default_factory=dict)
     """Label of each curve, by the name of its quantity in the rows of metrics.jsonl."""
     log: bool = False
-    """Says whether the axis is logarithmic."""
     shades: tuple[float, ...] = ()
     """Shade of each curve, from -1 to 1, of a distribution: its curves are shares of a whole, and stacked."""
     prefix: str = ""
@@ -153,9 +152,8 @@ def _rate(row: Record) -> float:
 
 
 def _median_staleness(row: Record) -> float:
-    """Return the least staleness that half of the trained tokens do not exceed; NaN without a histogram.
-
-    The histogram's intervals end at powers of two: of those that hold several, the end is returned."""
+    """Return the least staleness that half of the trained tokens do not exceed; NaN without a histogram. The
+    histogram's intervals end at powers of two: of those that hold several, the end is returned."""
     below = 0.0
     for bound, fraction in _histogram(row):
         below += fraction

@@ -18,9 +18,8 @@ BUS_PERIOD_S = 2.0
 
 
 class CurveFeed:
-    """Reads no more than it is asked for: each `refresh` takes the next part.
-
-    A long file is sampled first, so that its curves show at once, and then read from its beginning."""
+    """Reads no more than it is asked for: each `refresh` takes the next part. A long file is sampled first,
+    so that its curves show at once, and then read from its beginning."""
 
     def __init__(self, run: RunDirectory, locate: Locate) -> None:
         self._run = run
@@ -106,9 +105,8 @@ class LiveCurves:
         self._last = -1
 
     def news(self, feed: CurveFeed) -> dict[str, Json] | None:
-        """Return what replaces the steps from its `from` on; None when nothing has changed.
-
-        All of the curves are sent when earlier steps were undone, or when their intervals became longer."""
+        """Return what replaces the steps from its `from` on; None when nothing has changed. All of the curves
+        are sent when earlier steps were undone, or when their intervals became longer."""
         seen = (feed.revision, round(feed.read_fraction, 2), feed.problem)
         if seen == self._seen:
             return None

@@ -17,10 +17,9 @@ Condition = Literal["works", "waits", "trouble", "silent"]
 
 
 def flow(state: RunState) -> list[Json]:
-    """Return the places in the order of the data, each as an object.
-
-    Its keys: name, condition, doing (a phrase), figures (pairs of value and label), queue (label, used and
-    bound, or null), out (the rate at which data leaves it, or an empty text)."""
+    """Return the places in the order of the data, each as an object. Its keys: name, condition, doing (a
+    phrase), figures (pairs of value and label), queue (label, used and bound, or null), out (the rate at
+    which data leaves it, or an empty text)."""
     found = report(state)
     return [
         _prompts(state),

@@ -61,9 +61,8 @@ class OpenRuns:
         return self._alerts[name]
 
     def trajectories(self, name: str, *, held_out: bool = False) -> TrajectorySource:
-        """Return what reads the trajectories of a run: its stores, once they are here.
-
-        With `held_out`, return what reads its answers to held-out prompts."""
+        """Return what reads the trajectories of a run: its stores, once they are here. With `held_out`,
+        return what reads its answers to held-out prompts."""
         run = RunDirectory(self.root, name)
         if held_out:
             return self._sources.setdefault((name, "held out"), HeldOutTrajectories(run))

@@ -56,9 +56,8 @@ class _Values:
 
 
 class Buckets:
-    """Means and bounds of many quantities over steps, in at most `MOST` intervals of `width` steps.
-
-    Memory is 32 KiB a quantity."""
+    """Means and bounds of many quantities over steps, in at most `MOST` intervals of `width` steps. Memory is
+    32 KiB a quantity."""
 
     def __init__(self) -> None:
         self.width = 1
@@ -75,10 +74,8 @@ class Buckets:
         return [*self._values]
 
     def append(self, steps: Sequence[int], columns: Mapping[str, Floats]) -> None:
-        """Add the values of steps in the order in which they were trained; NaN where there is none.
-
-        A step that does not lie above the one before means that a learner resumed: what followed it is
-        forgotten."""
+        """Add the values of steps in the order in which they were trained; NaN where there is none. A step
+        that does not lie above the one before means that a learner resumed: what followed it is forgotten."""
         numbers = np.asarray(steps, np.int64)
         resumed = np.flatnonzero(np.diff(numbers, prepend=self.last) <= 0)
         for begin, end in zip([0, *resumed], [*resumed, len(numbers)], strict=True):
@@ -153,10 +150,8 @@ DIGITS = 6
 
 
 class ScoreCurves:
-    """Results by the step that made the evaluated weights, in any order.
-
-    The latest are kept one by one, so that a step's next result replaces the one before; the others as
-    intervals of steps."""
+    """Results by the step that made the evaluated weights, in any order. The latest are kept one by one, so
+    that a step's next result replaces the one before; the others as intervals of steps."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Record] = {}
@@ -195,7 +190,6 @@ class RunCurves:
         self.warmup = Buckets()
         """Steps of the supervised stage before, which are counted for themselves."""
         self.alerts = StepAlerts()
-        """What is wrong in the latest steps."""
         self._scores: dict[str, ScoreCurves] = {}
         self._last = -1
 

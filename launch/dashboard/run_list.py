@@ -11,16 +11,14 @@ from storage.disk.run_directory import RunDirectory, run_directories, written_s
 
 
 def run_names(root: Path) -> list[str]:
-    """Return the names of the runs in the directory, the latest used first.
-
-    Raises `ConfigError` for a directory that this user cannot read."""
+    """Return the names of the runs in the directory, the latest used first. Raises `ConfigError` for a
+    directory that this user cannot read."""
     found = filter(_is_name, run_directories(root))
     return [path.name for path in sorted(found, key=lambda path: written_s(path) or 0.0, reverse=True)]
 
 
 def without_files(root: Path, name: str) -> str | None:
     """Return what to tell who asks for a run of which the directory has no files, or None where it has some.
-
     Raises `ConfigError` for what cannot be a run's name."""
     if RunDirectory(root, name).exists:
         return None

@@ -21,10 +21,9 @@ async def serve_dashboard(
     runs: OpenRuns, address: Address, stop: asyncio.Event, *, token: str | None = None,
     insecure: bool = False, ready: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Serve until `stop`; `ready` is called with the page's address once it can be asked for.
-
-    Raises `ConfigError` for an address that is taken, or that would be open to everybody, and for a
-    certificate that cannot be used."""
+    """Serve until `stop`; `ready` is called with the page's address once it can be asked for. Raises
+    `ConfigError` for an address that is taken, or that would be open to everybody, and for a certificate that
+    cannot be used."""
     refuse_half_certificate(address)
     refuse_open_dashboard(address, token, insecure=insecure)
     with _listening(address) as listener:

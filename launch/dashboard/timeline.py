@@ -29,9 +29,8 @@ class ActorLane:
 
 
 def timeline(run: RunDirectory, window_s: float) -> dict[str, Json]:
-    """Return the lanes of the last `window_s` seconds before the latest report; empty without reports.
-
-    The learner's spans are [start, stop, kind, step], where kind is "waits", "trains" or "publishes"."""
+    """Return the lanes of the last `window_s` seconds before the latest report; empty without reports. The
+    learner's spans are [start, stop, kind, step], where kind is "waits", "trains" or "publishes"."""
     if not run.exists:
         return {"begin_s": None, "end_s": None, "learner": [], "versions": [], "actors": []}
     steps = [row for row in _tail(run.metrics) if "time/step_s" in row]

@@ -74,9 +74,8 @@ def _summary(t: Trajectory, decode: Decode) -> dict[str, Json]:
 
 
 async def one_trajectory(source: TrajectorySource, name: str, *, labelled: bool = True) -> dict[str, Json]:
-    """Return a trajectory with its tokens, and its siblings. Raises `ConfigError` if it is not there.
-
-    Without `labelled` the label of its task is left out."""
+    """Return a trajectory with its tokens, and its siblings. Raises `ConfigError` if it is not there. Without
+    `labelled` the label of its task is left out."""
     try:
         lease, _ = group_of(name)
     except SchemaError as error:

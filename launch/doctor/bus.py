@@ -26,11 +26,7 @@ SLOW_S = 0.5
 
 
 async def check_bus(config: RunConfig, named: bool) -> AsyncIterator[Finding]:
-    """Tell whether the bus answers, and compare its clock with this host's. Changes nothing on it.
-
-    Args:
-        config: names the bus.
-        named: whether the user has named it; without, `launch local` starts one of its own."""
+    """Tell whether the bus answers, and compare its clock with this host's. Changes nothing on it."""
     if not named:
         yield Finding("bus", "ok", "none is named: `launch local` starts one")
         return

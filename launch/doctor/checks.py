@@ -16,9 +16,8 @@ ShowFinding = Callable[[Finding], None]
 
 
 async def examine(config: RunConfig, named_bus: bool, say: ShowFinding, stop: asyncio.Event) -> list[Finding]:
-    """Make every check, tell each finding to `say` as it comes, and return all; ends early on `stop`.
-
-    Starts nothing that stays and leaves no file."""
+    """Make every check, tell each finding to `say` as it comes, and return all; ends early on `stop`. Starts
+    nothing that stays and leaves no file."""
     findings: list[Finding] = []
 
     def note(finding: Finding) -> None:

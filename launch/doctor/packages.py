@@ -55,7 +55,6 @@ def check_packages() -> Iterator[Finding]:
 
 def conflicts(package: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield each requirement of a package, and of what it needs in turn, that the environment does not meet.
-
     Each is the package that has it, the requirement, and the version that is installed. Extras count where
     something asks for them. Raises `PackageNotFoundError` for a package that is not installed."""
     distribution(package)

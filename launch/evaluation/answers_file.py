@@ -27,7 +27,6 @@ class EvaluationAnswer:
     """None where something around the model failed."""
     end: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward by name."""
     failure: str = ""
     tokens: int = 0
     """Tokens that were sampled; bytes where the tokenizer is not known."""
@@ -54,9 +53,8 @@ class AnswersFile:
 
     @contextmanager
     def opened(self, identity: Mapping[str, Json]) -> Iterator["AnswersFile"]:
-        """Read what is there, and let nobody else add to it while inside.
-
-        Raises `ConfigError` for a directory with answers of another evaluation, or that somebody uses."""
+        """Read what is there, and let nobody else add to it while inside. Raises `ConfigError` for a
+        directory with answers of another evaluation, or that somebody uses."""
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("a") as lock:
             if not try_lock(lock):

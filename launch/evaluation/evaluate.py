@@ -237,10 +237,9 @@ class _Asked:
 async def evaluate(
     config: RunConfig, stop: asyncio.Event, request: EvaluationRequest, say: Say
 ) -> list[SetResult]:
-    """Ask for all answers that are not there yet, until `stop`; return the results of all that are.
-
-    They are in `results.json` of the directory, too. Raises `ConfigError` for settings that a start refuses,
-    where there is nothing to evaluate, and when too many rollouts fail for too long."""
+    """Ask for all answers that are not there yet, until `stop`; return the results of all that are. They are
+    in `results.json` of the directory, too. Raises `ConfigError` for settings that a start refuses, where
+    there is nothing to evaluate, and when too many rollouts fail for too long."""
     refuse_other_policies(config)
     with directory_of_checkpoint(request.checkpoint, config) as found, TemporaryDirectory() as scratch:
         checked = _without_training(found)

@@ -1,7 +1,6 @@
-"""Environments of other packages as tasks: what `--environment KIND:NAME` stands for.
-
-Each is installed into an environment of its own, which is kept. A process there makes the prompts, and one
-plays many episodes at a time; Sluice knows it as a long-lived agent."""
+"""Environments of other packages as tasks: what `--environment KIND:NAME` stands for. Each is installed into
+an environment of its own, which is kept. A process there makes the prompts, and one plays many episodes at a
+time; Sluice knows it as a long-lived agent."""
 
 import json
 import os
@@ -44,7 +43,6 @@ class VirtualEnvironment:
     packages: tuple[str, ...]
     """What pip installs: packages, directories, URLs and options."""
     base: str = sys.executable
-    """Python that it is made from."""
 
     @property
     def python(self) -> Path:
@@ -67,9 +65,8 @@ class VirtualEnvironment:
         complete.touch()
 
     def run(self, command: Sequence[str], timeout_s: float, what: str) -> None:
-        """Run a program to its end, which is `what` in words.
-
-        Raises `ConfigError` with its last lines where it fails or takes too long."""
+        """Run a program to its end, which is `what` in words. Raises `ConfigError` with its last lines where
+        it fails or takes too long."""
         from bus.process.work_progress import long_work  # not for help
 
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -246,9 +243,8 @@ class ExternalEnvironment:
 
 
 def external_environment(named: str) -> ExternalEnvironment:
-    """Return what `--environment` names: `KIND:NAME`, or a TOML file that says more.
-
-    Raises `ConfigError` for a kind that is none, and for a file that is wrong."""
+    """Return what `--environment` names: `KIND:NAME`, or a TOML file that says more. Raises `ConfigError` for
+    a kind that is none, and for a file that is wrong."""
     given: dict[str, Any] = {"source": named}
     if named.endswith(".toml"):
         try:

@@ -1,7 +1,6 @@
-"""Directories of Harbor's tasks as environments: `--environment harbor:PATH`.
-
-Each episode has a sandbox of its task's image, in which the policy has a shell. What it leaves in the task's
-directory is brought into a new sandbox of that image, where the tests judge it."""
+"""Directories of Harbor's tasks as environments: `--environment harbor:PATH`. Each episode has a sandbox of
+its task's image, in which the policy has a shell. What it leaves in the task's directory is brought into a
+new sandbox of that image, where the tests judge it."""
 
 import http.client
 import io

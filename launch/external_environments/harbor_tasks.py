@@ -1,7 +1,6 @@
-"""Tasks in the layout of Harbor, and what of them cannot be had here.
-
-A task is a directory with `task.toml`, `instruction.md`, a Dockerfile in `environment`, and in `tests` a
-`test.sh` that writes its reward to /logs/verifier/reward.txt or reward.json."""
+"""Tasks in the layout of Harbor, and what of them cannot be had here. A task is a directory with `task.toml`,
+`instruction.md`, a Dockerfile in `environment`, and in `tests` a `test.sh` that writes its reward to
+/logs/verifier/reward.txt or reward.json."""
 
 import re
 import shlex

@@ -70,9 +70,7 @@ class Part:
 
 class Supervisor:
     """Keeps the parts of a run alive until one of them ends the run, one fails for good, or `stop` comes.
-
-    `inherited` are file descriptors that every part holds open as long as it lives, such as a lock.
-    """
+    `inherited` are file descriptors that every part holds open as long as it lives, such as a lock."""
 
     def __init__(
         self, logs: Path, *, policy: SupervisionConfig | None = None, inherited: Sequence[int] = ()
@@ -88,10 +86,8 @@ class Supervisor:
         return sum(len(part.started) - 1 for part in self.parts)
 
     async def start(self, part: Part, *, ready: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Start `part`; from now on it is watched and, at the end, stopped. Return when it is `ready`.
-
-        One that is killed before that is started again. Raises what `watch` does if it ends by itself.
-        """
+        """Start `part`; from now on it is watched and, at the end, stopped. Return when it is `ready`. One
+        that is killed before that is started again. Raises what `watch` does if it ends by itself."""
         self.parts.append(part)
         await self._spawn(part)
         while ready is not None and not await ready():
@@ -123,10 +119,8 @@ class Supervisor:
 
     async def end(self, *, except_part: str = "") -> None:
         """Send SIGTERM to every part, and kill those that do not end in time: first all at once that serve no
-        others, and then one after the other those that do, the last started first.
-
-        When it is cancelled, it kills every part at once.
-        """
+        others, and then one after the other those that do, the last started first. When it is cancelled, it
+        kills every part at once."""
         ending = [part for part in reversed(self.parts) if part.name != except_part]
         try:
             async with asyncio.TaskGroup() as tasks:

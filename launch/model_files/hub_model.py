@@ -27,7 +27,6 @@ def is_hub_name(path: Path) -> bool:
 
 def fetched(path: Path, setting: str) -> Path:
     """Return the directory of the model of the hub that `setting` names, which is fetched first if need be.
-
     Where the hub cannot be reached, what an earlier call has fetched is taken. Raises `ConfigError` when
     there is none, or the hub refuses it."""
     try:

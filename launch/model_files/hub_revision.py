@@ -23,10 +23,9 @@ def pinned(path: Path, run: RunDirectory) -> Path:
 
 
 def pin(path: Path, run: RunDirectory) -> Path:
-    """Return what `pinned` does; at the first start of a run, note which commit that is.
-
-    A hub that cannot be reached is no error: the commit is then that of the files on this host, if there are
-    some. A name that has got another commit since is logged."""
+    """Return what `pinned` does; at the first start of a run, note which commit that is. A hub that cannot be
+    reached is no error: the commit is then that of the files on this host, if there are some. A name that has
+    got another commit since is logged."""
     if not is_hub_name(path) or COMMIT.fullmatch(str(path).partition("@")[2]):
         return path
     newest = newest_commit(path)

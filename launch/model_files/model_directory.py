@@ -19,9 +19,8 @@ INDEX = "model.safetensors.index.json"
 
 def weight_files(model: Path) -> dict[str, set[str]]:
     """Return the names of a model's files of weights, each with the tensors that the index says are in it;
-    without an index with none.
-
-    Raises `OSError` or `ValueError` where there are no files, or the index is none."""
+    without an index with none. Raises `OSError` or `ValueError` where there are no files, or the index is
+    none."""
     if not (model / INDEX).exists():
         files = sorted(file.name for file in model.glob("*.safetensors"))
         if not files:
@@ -49,9 +48,8 @@ def tensors_in(file: Path) -> set[str]:
 
 
 def all_tensors(model: Path) -> Set[str]:
-    """Return the names of all tensors of a model, by the index where there is one.
-
-    Raises as `weight_files` and `tensors_in`."""
+    """Return the names of all tensors of a model, by the index where there is one. Raises as `weight_files`
+    and `tensors_in`."""
     files: Mapping[str, set[str]] = weight_files(model)
     return set().union(*(tensors or tensors_in(model / name) for name, tensors in files.items()))
 
@@ -61,9 +59,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def model_directory(path: Path, *, setting: str = "model.path") -> Path:
-    """Return the directory that `setting` names as `path`, fetching a model of the Hugging Face hub.
-
-    Raises `ConfigError` when there is no such model."""
+    """Return the directory that `setting` names as `path`, fetching a model of the Hugging Face hub. Raises
+    `ConfigError` when there is no such model."""
     found = fetched(path, setting) if is_hub_name(path) else path
     if lack := lack_of_model(found):
         raise ConfigError(f"{setting}: {found} is not a model directory: {lack}; {REMEDY}")
@@ -92,9 +89,8 @@ def model_here(path: Path | None, run: RunDirectory) -> Path | None:
 
 
 def refuse_full_context(config: RunConfig) -> None:
-    """Raise `ConfigError` for answers that leave no room for a prompt in the model's context.
-
-    A model on another host is not seen from here: storage checks it, when the learner has published it."""
+    """Raise `ConfigError` for answers that leave no room for a prompt in the model's context. A model on
+    another host is not seen from here: storage checks it, when the learner has published it."""
     if config.learner.steps == 0:  # a run on demonstrations alone samples nothing
         return
     limit, context = config.sampling.max_new_tokens, config.model.scratch.context
@@ -114,9 +110,8 @@ def refuse_full_context(config: RunConfig) -> None:
 
 
 def refuse_other_angles(config: RunConfig) -> None:
-    """Raise `ConfigError` for a model that SGLang computes otherwise than the learner, where it serves any.
-
-    A model on another host is not seen from here: actors refuse it before they start an engine."""
+    """Raise `ConfigError` for a model that SGLang computes otherwise than the learner, where it serves any. A
+    model on another host is not seen from here: actors refuse it before they start an engine."""
     serves = not config.actors.engine.in_process or config.actors.evaluation.has_own_servers
     if config.model.path is not None and serves:
         model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
@@ -124,9 +119,8 @@ def refuse_other_angles(config: RunConfig) -> None:
 
 
 def refuse_headless_model(config: RunConfig) -> None:
-    """Raise `ConfigError` where `learner.mtp` is to train a head that the model or its files do not have.
-
-    A model on another host is not seen from here: the learner refuses it when it loads it. Nor are files that
+    """Raise `ConfigError` where `learner.mtp` is to train a head that the model or its files do not have. A
+    model on another host is not seen from here: the learner refuses it when it loads it. Nor are files that
     cannot be read: whoever loads the model says what is wrong with them."""
     mtp = config.learner.mtp
     if not mtp.exists:

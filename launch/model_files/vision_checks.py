@@ -11,9 +11,8 @@ from storage.model_files.families import family_named
 
 
 def refuse_unfit_vision(config: RunConfig) -> None:
-    """Raise `ConfigError` for settings under which a vision-language model would not be trained on images.
-
-    A model on another host is not seen from here: learner and actors refuse it when they load it."""
+    """Raise `ConfigError` for settings under which a vision-language model would not be trained on images. A
+    model on another host is not seen from here: learner and actors refuse it when they load it."""
     if (found := _vision_model(config)) is None:
         return
     model, model_type = found
@@ -39,9 +38,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
 
 
 def counts_images(config: RunConfig) -> bool:
-    """Tell whether the learner balances its ranks by work of which the images of groups may be a part.
-
-    A model on another host is not seen from here: it may see some."""
+    """Tell whether the learner balances its ranks by work of which the images of groups may be a part. A
+    model on another host is not seen from here: it may see some."""
     if config.learner.batch.balance != "flops":
         return False
     unseen = config.model.path is not None and not described(_directory(config, config.model.path))

@@ -23,7 +23,6 @@ CHUNK = 1024
 
 async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tally:
     """Give the reward of each line of `file`, or of standard input as they come, until its end or `stop`.
-
     Raises `ConfigError` for a file that cannot be read, or a run that is not on the bus."""
     tally = Tally()
     with ExitStack() as opened:
@@ -41,9 +40,8 @@ async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tal
 
 
 async def _arriving(source: BinaryIO, stop: asyncio.Event) -> AsyncIterator[list[bytes]]:
-    """Yield the lines that came since the last ones, as soon as there are some.
-
-    They are read in a daemon thread: one that waits for a pipe cannot be stopped otherwise."""
+    """Yield the lines that came since the last ones, as soon as there are some. They are read in a daemon
+    thread: one that waits for a pipe cannot be stopped otherwise."""
     loop, lines, free_lines = (
         asyncio.get_running_loop(),
         asyncio.Queue[bytes | None](),

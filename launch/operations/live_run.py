@@ -31,7 +31,6 @@ class Asked:
     """Who is asked, and what may be said of it."""
 
     who: str
-    """The process, such as `storage`."""
     refused: str
     """What a refusal means, as the beginning of a sentence."""
     unknown: str
@@ -56,10 +55,8 @@ async def answer_of(
 
 
 async def take_profile(where: RunConfig, steps: int, timeout_s: float, stop: asyncio.Event) -> Profiled:
-    """Return where the profile of the next steps lies, on the learner's host, and what it says.
-
-    Raises `BusAwayError` where no learner answers in time, and `ConfigError` with the reason of one that
-    refuses."""
+    """Return where the profile of the next steps lies, on the learner's host, and what it says. Raises
+    `BusAwayError` where no learner answers in time, and `ConfigError` with the reason of one that refuses."""
     async with Bus.connect(where.bus, where.run, name="profile") as bus:
         request, subject = ProfileRequest(steps=steps), bus.subject("rpc", "profile")
         asked = Asked(
@@ -78,11 +75,9 @@ PROMPTS_TIMEOUT_S = 300.0
 
 
 async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.Event) -> DataAccepted | None:
-    """Send the prompts in `path` to the run's storage; None if `stop` came before the run was found.
-
-    Raises `BusAwayError` when there is no such run, or its storage does not answer, and `ConfigError` for bad
-    rows and prompts that do not fit the model.
-    """
+    """Send the prompts in `path` to the run's storage; None if `stop` came before the run was found. Raises
+    `BusAwayError` when there is no such run, or its storage does not answer, and `ConfigError` for bad rows
+    and prompts that do not fit the model."""
     limit_s = min(where.bus.join_timeout_s, RUN_TIMEOUT_S)
     where = where.model_copy(update={"bus": where.bus.model_copy(update={"join_timeout_s": limit_s})})
     async with Bus.connect(where.bus, where.run, name="data") as bus:
@@ -122,10 +117,9 @@ async def list_engines(where: RunConfig, stop: asyncio.Event) -> Engines:
 async def change_engine(
     where: RunConfig, change: EngineChange, actor: str | None, stop: asyncio.Event
 ) -> str:
-    """Add a server to an actor, or remove an engine from it; return the actor's name.
-
-    Without a name, a server joins the actor with the fewest engines, and leaves the one that has it. Raises
-    `ConfigError` with the actor's reason when it does not, and `BusAwayError` when it does not answer."""
+    """Add a server to an actor, or remove an engine from it; return the actor's name. Without a name, a
+    server joins the actor with the fewest engines, and leaves the one that has it. Raises `ConfigError` with
+    the actor's reason when it does not, and `BusAwayError` when it does not answer."""
     async with Bus.connect(where.bus, where.run, name="engines") as bus:
         found = await _engines(bus, where)
         chosen = _chosen(found, change, actor)

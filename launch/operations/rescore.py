@@ -61,7 +61,6 @@ class Rescoring:
     failed: int
     """Number of trajectories for which the reward failed."""
     failures: tuple[str, ...]
-    """Reasons of the first failures."""
     comparison: Comparison
 
     def to_json(self) -> dict[str, Json]:
@@ -212,10 +211,9 @@ class EnvironmentRewards:
     async def rescore(
         self, group: Sequence[Trajectory], prompt: Prompt, chat: "ChatFormat", into: "Rescored"
     ) -> None:
-        """Score a group's answers to `prompt`, adding to `into`.
-
-        Among several environments, one whose answers cannot be scored again costs its own groups alone.
-        Raises `ConfigError` as `actors.rewards.rescoring.rescore` does in all other cases."""
+        """Score a group's answers to `prompt`, adding to `into`. Among several environments, one whose
+        answers cannot be scored again costs its own groups alone. Raises `ConfigError` as
+        `actors.rewards.rescoring.rescore` does in all other cases."""
         from actors.rewards.scoring.rescoring import rescore
 
         name = str(chosen_environment(prompt.metadata)) if self._several else DEFAULT

@@ -34,10 +34,8 @@ async def retrain(
     stop: asyncio.Event, *, scores: str | None = None,
 ) -> dict[str, Json]:  # fmt: skip
     """Train the steps after the first of `steps` up to the last (None: the newest) again, and compare.
-
     `overrides` change the objective of these steps, and `scores`, a table of `launch rescore`, their rewards.
-    On `stop` the report is of the steps done. Raises what `learner.history.retrain.retrain_steps` does.
-    """
+    On `stop` the report is of the steps done. Raises what `learner.history.retrain.retrain_steps` does."""
     changed = resolve(config.model_dump(), overrides)
     reward = None if scores is None else scored_by(run, scores)
     report = await asyncio.to_thread(_retrain, run, config, changed, steps, stop, reward)
@@ -115,9 +113,7 @@ def _retrain(
 
 def ask_witness(run: RunDirectory, config: RunConfig, lease: int | None) -> dict[str, Json]:
     """Return what the weights of a checkpoint tell of how often a group was trained on (None: a recent one).
-
-    Raises what `learner.history.witness.witness` does.
-    """
+    Raises what `learner.history.witness.witness` does."""
     from learner.history.witness import newest_witness, witness
 
     with as_then(run, config) as (settings, initial, stores):
@@ -185,10 +181,8 @@ def verdict(report: Mapping[str, Json]) -> str:
 
 def restore_run(run: RunDirectory, archive: str | None) -> list[str]:
     """Bring back every segment that was retired into `archive` (None: the run's own); return the paths.
-
     Raises `ConfigError` when the run has no archive, `StorageError` while its storage is up, or naming what
-    the archive does not hold whole.
-    """
+    the archive does not hold whole."""
     config = recorded_config(run)
     archive = archive or config.replay.archive
     if archive is None:

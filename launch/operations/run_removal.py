@@ -34,9 +34,7 @@ class Holdings:
     """What a run holds, in bytes."""
 
     streams: dict[str, int]
-    """Streams on the bus by name."""
     directory: Path | None
-    """The run's directory, if there is one here."""
     directory_bytes: int = 0
 
     def __str__(self) -> str:
@@ -48,9 +46,7 @@ class Holdings:
 
 async def remove_run(where: RunConfig, on_bus: bool, confirmed: bool, stop: asyncio.Event) -> Holdings:
     """Return what the run holds in its directory and, with `on_bus`, on the bus; remove it if `confirmed`.
-
-    Raises `ConfigError` when there is no such run, or when a process of it still runs.
-    """
+    Raises `ConfigError` when there is no such run, or when a process of it still runs."""
     async with AsyncExitStack() as stack:
         each = [await _held(one, on_bus, stack) for one in _with_further_policies(where)]
         streams = {name: size for _, held in each for name, size in held.streams.items()}

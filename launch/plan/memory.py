@@ -1,5 +1,4 @@
 """Bytes of a learner's rank and of its host, and what an engine has left for keys and values: formulas alone.
-
 Each states what it counts and why; docs/plan.md holds them against what was measured."""
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +30,6 @@ class RankMemory:
     """Bytes on the device of one rank of the learner, at the peak of a step."""
 
     weights: int
-    """Weights that the model computes with."""
     gradients: int
     optimizer: int
     """Main weights, where they are others than the model's, and moments."""
@@ -59,7 +57,6 @@ class Model:
     weights: Sequence[Weight]
     frozen: frozenset[str]
     item_bytes: int
-    """Bytes of an element of the model's dtype."""
     on_gpu: bool
 
     @property
@@ -182,11 +179,9 @@ def _counts(pairs: Iterable[tuple[Weight, int]], model: Model, parallel: Paralle
 
 
 def _passes(model: Model, learner: LearnerConfig, tokens: int, stage: int) -> tuple[int, int]:
-    """Return the bytes of activations and of logits of a rank of a stage.
-
-    With full recompute only the input of each layer stays, and one layer is computed again at a time. The
-    first stage of a pipeline has begun as many micro-batches as there are stages when the first comes back
-    (arXiv:2104.04473, section 2.2)."""
+    """Return the bytes of activations and of logits of a rank of a stage. With full recompute only the input
+    of each layer stays, and one layer is computed again at a time. The first stage of a pipeline has begun as
+    many micro-batches as there are stages when the first comes back (arXiv:2104.04473, section 2.2)."""
     parallel = learner.parallel
     mine = -(-tokens // parallel.context)
     of_norms = parallel.tensor if parallel.sequence else 1

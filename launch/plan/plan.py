@@ -82,9 +82,8 @@ def step_flops(hf_config: PretrainedConfig, sequences: int, tokens: int) -> floa
 
 
 def decode_tokens_per_s(model: Model, gpu: Gpu, gpus: int, requests: float, context: int) -> float:
-    """Return the tokens a second of one engine on `gpus` of a host, at so many requests of a mean context.
-
-    A step adds a token to each request. It reads the weights once, of a mixture all experts that some request
+    """Return the tokens a second of one engine on `gpus` of a host, at so many requests of a mean context. A
+    step adds a token to each request. It reads the weights once, of a mixture all experts that some request
     chose, and all keys and values."""
     read = sum(one.elements * _chosen(model, one.sharing == "expert", requests) for one in model.weights)
     bytes_read = read * 2 + requests * context * kv_bytes(model.hf_config)
@@ -234,7 +233,6 @@ class Plan:
     """Requests of the longest length that all engines hold at once."""
     step_tokens: int
     step_bytes: int
-    """Bytes of a step's trajectories on the bus."""
     stream_bytes: int
     """Bytes that the streams of trajectories may hold together."""
     mfu: float
@@ -285,9 +283,8 @@ def model_of(config: RunConfig, hf_config: PretrainedConfig, *, on_gpu: bool = T
 
 
 def plan(config: RunConfig, hf_config: PretrainedConfig, asked: Question) -> Plan:
-    """Return what a configuration costs, and what fits instead if it does not.
-
-    Raises `ConfigError` for a model or a layout that is not trained, and for too few GPUs."""
+    """Return what a configuration costs, and what fits instead if it does not. Raises `ConfigError` for a
+    model or a layout that is not trained, and for too few GPUs."""
     model = model_of(config, hf_config)
     found = _plan(config, model, asked)
     return found if found.fits else replace(found, instead=fitting(config, model, asked))
@@ -394,9 +391,7 @@ def fitting(config: RunConfig, model: Model, asked: Question) -> tuple[str, ...]
 
 def run_hf_config(config: RunConfig) -> PretrainedConfig:
     """Return the model's config.json, of the directory --model.path or as the scratch model has it. Nothing
-    is fetched.
-
-    Raises `ConfigError` where there is no readable config.json on this host."""
+    is fetched. Raises `ConfigError` where there is no readable config.json on this host."""
     if config.model.path is None:
         return scratch_config(config.model.scratch)
     return load_hf_config(

@@ -150,9 +150,8 @@ PLAIN = "text/plain; charset=utf-8"
 
 @asynccontextmanager
 async def monitored(config: MonitoringConfig, state: ProcessState) -> AsyncIterator[None]:
-    """Note that the event loop turns and, if a port is set, serve `state` over HTTP while inside.
-
-    Raises `ConfigError` for an address that is not available."""
+    """Note that the event loop turns and, if a port is set, serve `state` over HTTP while inside. Raises
+    `ConfigError` for an address that is not available."""
     if config.port is None:
         yield
         return

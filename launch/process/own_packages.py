@@ -34,11 +34,9 @@ def find_own_packages_first() -> None:
 
 
 def search_own_packages_first() -> None:
-    """Have this process find Sluice's packages first and the files of the working directory last.
-
-    `python -m` searches the working directory before all else and PYTHONPATH may name it too, so that a
-    user's own `storage.py` beside the prompts would take the place of ours.
-    """
+    """Have this process find Sluice's packages first and the files of the working directory last. `python -m`
+    searches the working directory before all else and PYTHONPATH may name it too, so that a user's own
+    `storage.py` beside the prompts would take the place of ours."""
     find_own_packages_first()
     here = str(Path.cwd())
     if sys.path[0] in ("", here):

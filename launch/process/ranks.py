@@ -27,10 +27,8 @@ def serves_probes() -> bool:
 
 
 def become_rank() -> None:
-    """Make this process a rank of the world: it dies with the agent, and its number is by host.
-
-    The agents number hosts by their addresses; a user who says --node-rank 0 wants rank 0 there.
-    """
+    """Make this process a rank of the world: it dies with the agent, and its number is by host. The agents
+    number hosts by their addresses; a user who says --node-rank 0 wants rank 0 there."""
     if (ask_kernel := die_with_parent(signal.SIGKILL)) is not None:
         ask_kernel()
     if os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):

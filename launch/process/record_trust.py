@@ -1,7 +1,6 @@
-"""What a process does for a run only if this host, or a bus with credentials, stands for it.
-
-The run's record names modules to import and an interpreter to run. On a bus without credentials everybody who
-reaches it can write that record."""
+"""What a process does for a run only if this host, or a bus with credentials, stands for it. The run's record
+names modules to import and an interpreter to run. On a bus without credentials everybody who reaches it can
+write that record."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,9 +36,8 @@ def restrict_to_own(bus: Bus, config: RunConfig, overrides: Mapping[str, Any]) -
 
 
 def with_own_engine(bus: Bus, config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the interpreter that this host names for engines.
-
-    Raises `ConfigError` when the run's record decides what they run and must not."""
+    """Return the configuration with the interpreter that this host names for engines. Raises `ConfigError`
+    when the run's record decides what they run and must not."""
     engine, python = config.actors.engine.servers, config.allow.engine_python
     if not config.actors.engine.starts_servers:
         return config

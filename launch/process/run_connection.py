@@ -28,7 +28,6 @@ async def connected(
     where: ProcessConfig, role: str, stop: asyncio.Event, *, name: str = ""
 ) -> AsyncIterator[Bus]:
     """Connect to the bus; whoever probes this process is answered while inside, and before it is connected.
-
     Of a learner's ranks the first one of each host is probed."""
     state = ProcessState(role, where.run)
     state.wait_for(f"the bus at {without_credentials(where.bus.url)}")

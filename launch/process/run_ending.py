@@ -16,7 +16,6 @@ LONGEST = 2000
 @contextmanager
 def noted_ending(run: RunDirectory, stop: asyncio.Event) -> Iterator[None]:
     """Note how what is inside ends: `stopped`, `failed`, or `ended` by itself, and the error if there is one.
-
     The note says `lost` meanwhile, which stays where the process is killed."""
     write_json(run.ending, {"state": "lost", "host": platform.node()})
     try:

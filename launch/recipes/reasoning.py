@@ -16,7 +16,6 @@ class TaskLevel:
     """A data set of reasoning-gym at one difficulty."""
 
     name: str
-    """Name of the source of its prompts."""
     data_set: str
     settings: Mapping[str, int]
     """Settings of the data set, by reasoning-gym's names."""
@@ -46,9 +45,8 @@ LEVELS = (
 
 
 def prompts() -> PromptFiles:
-    """Return training prompts and held-out ones of all levels, no question of which is in both.
-
-    Raises `ConfigError` where the package reasoning-gym is missing."""
+    """Return training prompts and held-out ones of all levels, no question of which is in both. Raises
+    `ConfigError` where the package reasoning-gym is missing."""
     heldout: list[PromptRow] = []
     trained: list[PromptRow] = []
     for level in LEVELS:

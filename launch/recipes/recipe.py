@@ -33,7 +33,6 @@ class Recipe:
 
     name: str
     about: str
-    """What it teaches, for help."""
     model: PackagedModel
     own: Layer
     """Settings, in which `{recipe}` stands for `directory`."""
@@ -49,9 +48,8 @@ class Recipe:
         return {name: _placed(value, str(self.directory)) for name, value in self.own.items()}
 
     def prepare(self) -> None:
-        """Make the model's directory and the prompts, if they are not there yet.
-
-        Raises `ConfigError` where the model's package cannot be had or read."""
+        """Make the model's directory and the prompts, if they are not there yet. Raises `ConfigError` where
+        the model's package cannot be had or read."""
         from storage.disk.atomic_files import one_at_a_time, write_file  # not for help
 
         where = self.directory

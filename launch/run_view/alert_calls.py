@@ -132,9 +132,8 @@ class AlertCalls:
 
 
 class _HeldAlarms:
-    """Knows which alarms of a run were told and still hold, also after a restart of who tells of them.
-
-    A learner that starts again says an alarm anew only after some steps: until then it has not ended."""
+    """Knows which alarms of a run were told and still hold, also after a restart of who tells of them. A
+    learner that starts again says an alarm anew only after some steps: until then it has not ended."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._file = run.alarms

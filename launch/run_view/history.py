@@ -24,7 +24,6 @@ class Step:
     step: int
     time_s: float
     policy_version: int
-    """Policy version that this step made."""
     trajectories: int
     reward_mean: float
     staleness_mean: float
@@ -74,7 +73,6 @@ class Evaluation:
 
 def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
     """Return remarks on an accuracy: the versions that sampled the answers, and how many rollouts failed.
-
     Empty where `drawn_by` is None, for the version that was to be measured alone, and none failed."""
     texts = []
     if drawn_by is not None:
@@ -88,9 +86,8 @@ def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
 def event_record(
     event: Metrics | EvaluationResult, *, trains_from: int, time_s: float, learner_version: int | None = None
 ) -> Record:
-    """Return the line that an event makes, of an evaluation one that came at `time_s`.
-
-    Reinforcement learning began with the version `trains_from`."""
+    """Return the line that an event makes, of an evaluation one that came at `time_s`. Reinforcement learning
+    began with the version `trains_from`."""
     if isinstance(event, Metrics):
         return metrics_record(event)
     step = max(0, event.policy_version - trains_from)
@@ -154,9 +151,8 @@ def evaluation_of(record: Record) -> Evaluation:
 
 
 class History:
-    """Steps and evaluations of a run; a step trained again replaces its earlier record.
-
-    A long run's steps are thinned out: a curve of 20,000 points is as good as one of a million."""
+    """Steps and evaluations of a run; a step trained again replaces its earlier record. A long run's steps
+    are thinned out: a curve of 20,000 points is as good as one of a million."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps: dict[int, Step] = {}

@@ -61,7 +61,6 @@ class RunSettings:
     samples_per_prompt: int
     target_accuracy: float | None = None
     has_rollouts: bool = True
-    """Whether the run has actors."""
     trajectories_per_rollout: int | None = 1
     """Most trajectories of one rollout; `None` where that depends on the rollout."""
 
@@ -113,7 +112,6 @@ class RunMonitor:
         self._is_answered = True
         self._noted: dict[str, int] = {}
         self._latest: dict[str, HeardProcess] = {}
-        """The process of each role that was heard last."""
         self._actors: OrderedDict[str, None] = OrderedDict()
         """Sources of actors, the longest silent first."""
         self._speaking: OrderedDict[str, int] = OrderedDict()
@@ -308,10 +306,8 @@ async def watch(
     bus: Bus, monitor: RunMonitor, stop: asyncio.Event, *, run: RunDirectory | None = None
 ) -> None:
     """Feed `monitor` from the bus until `stop`: with the metrics and evaluations that EVENTS still holds, and
-    before them with those that storage has recorded in `run`, if that is on this host.
-
-    Set `stop` after the processes have ended and before the bus does, so that their last words are heard.
-    """
+    before them with those that storage has recorded in `run`, if that is on this host. Set `stop` after the
+    processes have ended and before the bus does, so that their last words are heard."""
     statuses = await bus.listen(bus.subject("status", "*"), Status, monitor.on_status)
     place = StreamPosition()
     if run is not None:

@@ -54,11 +54,9 @@ class RecordedRun:
     """Processes of this host that hold files of the run."""
     problem: str = ""
     waits_for: str = ""
-    """What its learner waits for, if it is `waiting`."""
     waits_since: float | None = None
     """Time at which that wait began, in seconds since the epoch."""
     note: str = ""
-    """What the user noted of it."""
     origin: str = ""
     """Checkpoint of another run with whose weights it began, as run@step."""
 
@@ -181,9 +179,8 @@ def going_on(path: Path, holder: int | str, remedy: str = "choose another --run"
 
 
 def bytes_of(path: Path) -> int:
-    """Return the size of a file, or of all files below a directory, in bytes.
-
-    What vanishes meanwhile, or cannot be read, does not count."""
+    """Return the size of a file, or of all files below a directory, in bytes. What vanishes meanwhile, or
+    cannot be read, does not count."""
     if not path.is_dir():
         return _size(path)
     return sum(_size(Path(above) / name) for above, _, files in os.walk(path) for name in files)

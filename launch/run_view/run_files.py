@@ -115,16 +115,14 @@ class LatestStep:
     stage: str = "starting"
     step: int = 0
     policy_version: int = 0
-    """Policy version that the step made."""
     warmup_step: int = 0
     """Steps of the supervised stage."""
 
 
 class RunFiles:
-    """One look at the files of a run: each file is read once, when it is first asked for.
-
-    A garbled file raises `LostDataError`, and one that cannot be read `OSError`; with `lenient` such a file
-    counts as missing, so that it hides neither what the others say nor other runs."""
+    """One look at the files of a run: each file is read once, when it is first asked for. A garbled file
+    raises `LostDataError`, and one that cannot be read `OSError`; with `lenient` such a file counts as
+    missing, so that it hides neither what the others say nor other runs."""
 
     def __init__(self, path: Path, *, lenient: bool = False) -> None:
         self.path = path
@@ -319,9 +317,7 @@ class RunFiles:
 
 def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     """Return the settings that the run's learner had when it last started, or those in the file `config`.
-
-    Raises `ConfigError` when the run's directory is not here, is of another format, or does not say.
-    """
+    Raises `ConfigError` when the run's directory is not here, is of another format, or does not say."""
     if not run.exists:
         raise ConfigError(f"there is no run {run.name!r} here: give --run, and --directory where runs lie")
     run.refuse_other_format()

@@ -23,10 +23,8 @@ SAY_AFTER_S = 2.0
 
 @asynccontextmanager
 async def only_process(lock: Path, *, patience_s: float) -> AsyncIterator[int]:
-    """Hold the lock file of a run; yields its descriptor.
-
-    Raises `ConfigError` where another process has it. Processes that inherited it from one that has ended may
-    hold it for `patience_s` longer."""
+    """Hold the lock file of a run; yields its descriptor. Raises `ConfigError` where another process has it.
+    Processes that inherited it from one that has ended may hold it for `patience_s` longer."""
     with lock.open("a+") as file:
         began = time.monotonic()
         say_at = began + SAY_AFTER_S

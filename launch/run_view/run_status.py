@@ -124,10 +124,9 @@ class RunState:
 
 
 async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
-    """Return the state of a run. Takes three seconds at most, whoever is away.
-
-    Raises `BusAwayError` when the bus is, and `ConfigError` when it has no such run, or lets these
-    credentials not hear everything: what they may not hear is not absent."""
+    """Return the state of a run. Takes three seconds at most, whoever is away. Raises `BusAwayError` when the
+    bus is, and `ConfigError` when it has no such run, or lets these credentials not hear everything: what
+    they may not hear is not absent."""
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": FIRST_S})
     async with Bus.connect(impatient, where.run, name="status", stop=stop) as bus:
         state = await _Questions(bus, where).ask()

@@ -53,9 +53,8 @@ def is_of_fsdp(checkpoint: Path) -> bool:
 
 
 def chosen_checkpoint(directory: Path, from_run: str) -> tuple[Path, Origin]:
-    """Return the checkpoint that RUN or RUN@STEP names, in a directory of runs.
-
-    Raises `ConfigError` for an unknown run or step, and `StorageError` for a checkpoint that is not whole."""
+    """Return the checkpoint that RUN or RUN@STEP names, in a directory of runs. Raises `ConfigError` for an
+    unknown run or step, and `StorageError` for a checkpoint that is not whole."""
     name, _, asked = from_run.partition("@")
     path = find_run(directory, name)
     files = RunFiles(path)
@@ -74,10 +73,8 @@ def chosen_checkpoint(directory: Path, from_run: str) -> tuple[Path, Origin]:
 
 
 def model_settings(directory: Path, run: str, from_run: str) -> dict[str, Any]:
-    """Return the settings of the model that a run takes over from the one that it begins with.
-
-    A run that has begun keeps those that it had, since the other may be gone. Raises as `chosen_checkpoint`
-    does."""
+    """Return the settings of the model that a run takes over from the one that it begins with. A run that has
+    begun keeps those that it had, since the other may be gone. Raises as `chosen_checkpoint` does."""
     source = RunDirectory(directory, run)
     if RunFiles(directory / run).origin is None:
         chosen_checkpoint(directory, from_run)

@@ -28,11 +28,7 @@ def best_text(best: Json) -> str:
 
 
 def recent_ends(actors: Iterable[Mapping[str, Json]]) -> dict[str, int]:
-    """Return the recent episodes of all actors by end.
-
-    Args:
-        actors: the values of each actor's status.
-    """
+    """Return the recent episodes of all actors by end."""
     found: Counter[str] = Counter()
     for values in actors:
         ends = values.get("recent_ends")
@@ -43,9 +39,8 @@ def recent_ends(actors: Iterable[Mapping[str, Json]]) -> dict[str, int]:
 
 
 def ends_text(ends: Mapping[str, int]) -> str:
-    """Return the fraction of episodes that something around the policy broke, and by which ends.
-
-    Before an episode has ended it is `UNKNOWN`."""
+    """Return the fraction of episodes that something around the policy broke, and by which ends. Before an
+    episode has ended it is `UNKNOWN`."""
     fraction = failed_fraction(ends)
     if fraction is None:
         return UNKNOWN
@@ -56,12 +51,7 @@ def ends_text(ends: Mapping[str, int]) -> str:
 
 def further_policies(actors: Iterable[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
     """Return the state of each further policy by name: what the actor that heard most of it knows.
-
-    `oldest_in_use` is the oldest version that any actor's engines have.
-
-    Args:
-        actors: the values of each actor's status.
-    """
+    `oldest_in_use` is the oldest version that any actor's engines have."""
     found: dict[str, dict[str, Json]] = {}
     for values in actors:
         policies = values.get("policies")
@@ -84,9 +74,8 @@ def policy_text(state: Mapping[str, Json]) -> str:
 
 
 def holders_text(actors: Sequence[Status]) -> str:
-    """Return what these actors do with the groups that they have, with its speed; empty without actors.
-
-    What has the most rollouts comes first."""
+    """Return what these actors do with the groups that they have, with its speed; empty without actors. What
+    has the most rollouts comes first."""
     if not actors:
         return ""
     requests = sum(integer(one.values, "running") + integer(one.values, "waiting") for one in actors)
@@ -121,11 +110,7 @@ def engines_of(values: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 
 
 def engine_texts(actors: Sequence[Mapping[str, Json]]) -> list[tuple[str, str]]:
-    """Return what engines tell of their caches and drafts, as means over actors: value and label of each.
-
-    Args:
-        actors: the values of each actor's status.
-    """
+    """Return what engines tell of their caches and drafts, as means over actors: value and label of each."""
     found = []
     for name, label in ENGINE_FIGURES.items():
         told = [value for one in actors if isfinite(value := number(one, name))]

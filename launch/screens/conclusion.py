@@ -26,10 +26,8 @@ LOOK_S = 1.0
 @asynccontextmanager
 async def concluding(bus: Bus, config: RunConfig, run: RunDirectory) -> AsyncIterator[None]:
     """Draw the curves and write the summary when the learner is done, and again when the body has ended.
-
     Storage does it for a run of several hosts. It hears the learner and itself only: many actors would keep
-    it busy.
-    """
+    it busy."""
     monitor = RunMonitor(RunSettings.of_run(config))
     for role in ("learner", "storage"):
         await bus.listen(bus.subject("status", role), Status, monitor.on_status)

@@ -44,15 +44,7 @@ def draw_curves(
     target_accuracy: float | None = None,
 ) -> None:
     """Draw rewards, staleness and step times over optimizer steps, or the losses of a run that has only
-    demonstrations so far; works during a run and after it.
-
-    Args:
-        metrics_path: as `launch.monitor.watch` writes it, over every launch of the run.
-        png_path: replaced at once.
-        title: above everything, such as the run's name.
-        max_staleness: the bound, in policy versions.
-        target_accuracy: on the held-out prompts.
-    """
+    demonstrations so far; works during a run and after it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import: only who draws pays
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -117,9 +109,8 @@ def _draw_reward(axes: Axes, history: History, target: float | None) -> None:
 
 
 def _draw_evaluations(axes: Axes, history: History) -> None:
-    """Evaluations at the middle of the steps that made the versions which drew the answers.
-
-    What precedes reinforcement learning is a level."""
+    """Evaluations at the middle of the steps that made the versions which drew the answers. What precedes
+    reinforcement learning is a level."""
     start = history.trains_from or 0
     later = [e for version, e in history.evaluations.items() if version >= start]
     if later:

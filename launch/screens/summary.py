@@ -33,17 +33,7 @@ def summarise(
     monitor: RunMonitor, *, run: RunDirectory, progress: Mapping[str, Json] | None,
     checkpoint: Path | None, wall_s: float,
 ) -> Summary:  # fmt: skip
-    """Return everything a run is judged by. None (null) stands for what was not measured.
-
-    Args:
-        monitor: which watched the run until its processes ended.
-        run: where its files lie.
-        progress: `learner.progress.progress.Progress.to_json()` of the newest checkpoint, whose numbers cover
-        every
-            launch of the run; None if there is none.
-        checkpoint: the newest one.
-        wall_s: seconds this launch took.
-    """
+    """Return everything a run is judged by. None (null) stands for what was not measured."""
     progress = progress or {}
     return {
         "run": run.name,
@@ -181,9 +171,8 @@ def _groups(monitor: RunMonitor, trained: int) -> Summary:
 
 
 def _accounted(storage: Mapping[str, Json], settings: RunSettings, *, trained: int) -> bool:
-    """Return whether every issued group is in one known place, and steps trained only on their groups.
-
-    The latter shows where it is known how many trajectories a rollout has."""
+    """Return whether every issued group is in one known place, and steps trained only on their groups. The
+    latter shows where it is known how many trajectories a rollout has."""
     places = ("trained", "rejected", "stored", "rolling_out")
     balanced = integer(storage, "issued") == sum(integer(storage, place) for place in places)
     each = settings.trajectories_per_rollout

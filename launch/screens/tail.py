@@ -42,9 +42,8 @@ async def tail_run(
     show: Callable[[dict[str, Json]], None],
     stop: asyncio.Event,
 ) -> None:
-    """Call `show` with each trajectory as an object, until `stop`, or until the run is over.
-
-    Raises `ConfigError` where they cannot be read, and for filters of what is not known."""
+    """Call `show` with each trajectory as an object, until `stop`, or until the run is over. Raises
+    `ConfigError` where they cannot be read, and for filters of what is not known."""
     async with opened(source, options.wanted, on_missing=_say_missing) as search:
         tail = _Tail(source, search, options, show)
         seen = await tail.recent()

@@ -19,9 +19,7 @@ LOOK_S = 0.5
 
 async def watch_run(where: RunConfig, stop: asyncio.Event, *, console: Console | None = None) -> None:
     """Show the run until `stop`, or until its learner is done and has ended. It changes nothing in the run.
-
-    Raises `BusAwayError` when no run of this name is on the bus.
-    """
+    Raises `BusAwayError` when no run of this name is on the bus."""
     directory = RunDirectory(where.directory, where.run)
     async with Bus.connect(where.bus, where.run, name="watch", stop=stop) as bus:
         config = await joined(bus, where, {}, stop)

@@ -36,10 +36,8 @@ async def serve_bus(
     host: str, port: int, directory: Path, stop: asyncio.Event, *, insecure: bool = False,
     secure: Path | None = None, runs: tuple[str, ...] = (), monitoring: MonitoringConfig | None = None,
 ) -> None:  # fmt: skip
-    """Run a nats-server until `stop`; it lets in only who has credentials from the directory `secure`.
-
-    Raises `ConfigError` for a host beyond loopback that everybody could use, unless `insecure` allows it.
-    """
+    """Run a nats-server until `stop`; it lets in only who has credentials from the directory `secure`. Raises
+    `ConfigError` for a host beyond loopback that everybody could use, unless `insecure` allows it."""
     if not (is_loopback(host) or insecure or secure is not None):
         raise ConfigError(
             f"--host {host} would let everybody on the network run programs on the run's hosts, since no "
@@ -119,9 +117,8 @@ async def _until_full(directory: Path) -> str:
 
 
 async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -> bool:
-    """Wait until the disk of a directory has room; return False when `stop` came first.
-
-    Until then the server stays as it is: it stores nothing, but carries what processes say of themselves."""
+    """Wait until the disk of a directory has room; return False when `stop` came first. Until then the server
+    stays as it is: it stores nothing, but carries what processes say of themselves."""
     waits = False
     while full := lack_of_room(directory):
         if not waits:
@@ -135,7 +132,6 @@ async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -
 
 async def follow_directory(server: NatsServer, keys: SecureDirectory, stop: asyncio.Event) -> None:
     """Have the server take over what changes in the directory, and tell runs of new keys, until `stop`.
-
     Connections by a key that was revoked end at once."""
     told: dict[str, int] = {}
     known, again_s = _lists(keys), 0.0

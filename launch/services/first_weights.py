@@ -21,9 +21,8 @@ log = structlog.get_logger()
 
 def first_model(config: RunConfig, run: RunDirectory) -> Path:
     """Return the run's model directory. That of a scratch model may be missing; a checkpoint of another run
-    becomes one when it is first asked for.
-
-    Raises `ConfigError` where there is no such model, run or checkpoint, and as `refuse_other_origin`."""
+    becomes one when it is first asked for. Raises `ConfigError` where there is no such model, run or
+    checkpoint, and as `refuse_other_origin`."""
     refuse_other_origin(config, run)
     if config.model.from_run is not None:
         return _of_other_run(config, run)

@@ -32,10 +32,9 @@ HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN_PATH"
 
 
 def hidden_files(config: RunConfig) -> Iterator[Path]:
-    """Yield the files and directories that an agent's programs on this host must not see.
-
-    They are all runs, streams of buses, files with labels, caches of data sets, and credentials. Not all of
-    them need exist on this host."""
+    """Yield the files and directories that an agent's programs on this host must not see. They are all runs,
+    streams of buses, files with labels, caches of data sets, and credentials. Not all of them need exist on
+    this host."""
     yield from _runs(config)
     yield from server_directories()
     for one in (config, *(policy_config(config, name) for name in config.policies)):
@@ -101,7 +100,6 @@ def _homes() -> Iterator[Path]:
 
 def _credentials(config: RunConfig) -> Iterator[Path]:
     """Yield the credentials in use, with those that lie beside them, and the gateway's key.
-
     `launch bus --secure DIR` makes DIR/RUN/ROLE.creds, and DIR/bus.key."""
     if (creds := config.bus.creds) is not None:
         beside = creds.absolute().parent

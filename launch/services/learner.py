@@ -30,9 +30,8 @@ log = structlog.get_logger()
 async def serve_policy_learner(
     where: RunConfig, overrides: dict[str, Any], policy: str, stop: asyncio.Event, *, is_rank: bool
 ) -> WorldConfig | None:
-    """Do what `serve_learner` does for a further policy of the run.
-
-    Raises `ConfigError` for a policy that the run does not train."""
+    """Do what `serve_learner` does for a further policy of the run. Raises `ConfigError` for a policy that
+    the run does not train."""
     async with connected(where, "learner", stop) as bus:
         config = await joined(bus, where, {}, stop)
     if config is None:
@@ -45,10 +44,8 @@ async def serve_policy_learner(
 async def serve_learner(
     where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, *, is_rank: bool
 ) -> WorldConfig | None:
-    """Run the run's learner, or one rank of it, until it is done or `stop`.
-
-    Where the run wants several ranks and this is none of them, it returns at once what they are to be.
-    """
+    """Run the run's learner, or one rank of it, until it is done or `stop`. Where the run wants several ranks
+    and this is none of them, it returns at once what they are to be."""
     async with connected(where, "learner", stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
@@ -82,9 +79,8 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
 
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
-    """Return the learner's settings, and where its demonstrations are; generated ones are written.
-
-    A model of the hub is fetched as it was when the run began. Raises `ConfigError` when there is none."""
+    """Return the learner's settings, and where its demonstrations are; generated ones are written. A model of
+    the hub is fetched as it was when the run began. Raises `ConfigError` when there is none."""
     from learner.config.process_settings import EngineContext, LearnerSettings
     from learner.initial.micro_batch import fitted
 

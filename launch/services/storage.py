@@ -27,7 +27,6 @@ LOCK_S = 5.0
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool = True) -> None:
     """Run the run's dispatcher and replay shards until `stop`, and those of each further policy's run.
-
     `summary` makes curves and a summary too."""
     async with asyncio.TaskGroup() as tasks:
         for name in config.policies:

@@ -1,8 +1,6 @@
-"""Checks that a nats-server still stores messages.
-
-After one failed write, as on a full disk, nats-server does not write a stream's file until it is restarted:
-publishing to that stream fails although the disk has space again.
-"""
+"""Checks that a nats-server still stores messages. After one failed write, as on a full disk, nats-server
+does not write a stream's file until it is restarted: publishing to that stream fails although the disk has
+space again."""
 
 import asyncio
 from contextlib import suppress

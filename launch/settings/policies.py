@@ -1,7 +1,6 @@
-"""Policies that a run trains beside its own: their settings, and whether somebody plays them.
-
-Each has a run of its own on the bus and on the disk, so that versions, leases, groups and checkpoints are
-kept apart, and all that holds for a run holds for each policy."""
+"""Policies that a run trains beside its own: their settings, and whether somebody plays them. Each has a run
+of its own on the bus and on the disk, so that versions, leases, groups and checkpoints are kept apart, and
+all that holds for a run holds for each policy."""
 
 import re
 from collections.abc import Mapping
@@ -71,10 +70,8 @@ class PolicyConfig(Config):
 
 
 def policy_bus(bus: BusConfig, run: str, policy: str) -> BusConfig:
-    """Return how a process that works for `run` reaches the run of a further policy on the same bus.
-
-    Its credentials are those of the same role, which lie beside those of `run`: DIR/RUN__POLICY/ROLE.creds.
-    """
+    """Return how a process that works for `run` reaches the run of a further policy on the same bus. Its
+    credentials are those of the same role, which lie beside those of `run`: DIR/RUN__POLICY/ROLE.creds."""
     if bus.creds is None:
         return bus
     beside: Path = bus.creds.parent.parent / policy_run(run, policy) / bus.creds.name
@@ -278,9 +275,8 @@ def _refuse_shared_servers(actors: ActorsConfig, engines: Mapping[str, EngineCon
 
 
 def _refuse_shared_gpus(config: "RunConfig", engines: Mapping[str, EngineConfig]) -> None:
-    """Refuse GPUs of two policies where the user placed one, unless it is placed in its own settings.
-
-    A policy that inherits the first GPU of the run's own would have its servers start there too."""
+    """Refuse GPUs of two policies where the user placed one, unless it is placed in its own settings. A
+    policy that inherits the first GPU of the run's own would have its servers start there too."""
     plan = gpu_plan(config.actors, engines)
     used = {DEFAULT_POLICY: gpus_used(config.actors.engine, plan.rollouts)}
     for name, engine in engines.items():

@@ -227,10 +227,8 @@ class RunConfig(ProcessConfig):
 
 
 def resolve(*layers: Layer) -> RunConfig:
-    """Merge `layers` over the defaults, the last wins, and check the result.
-
-    Raises `ConfigError` with every problem, each naming the key, the value and the nearest key there is.
-    """
+    """Merge `layers` over the defaults, the last wins, and check the result. Raises `ConfigError` with every
+    problem, each naming the key, the value and the nearest key there is."""
     config = validate(*layers)
     check_together(config)
     further = {name: of_policy(config, name) for name in config.policies}
@@ -288,10 +286,8 @@ def policy_config(config: RunConfig, name: str) -> RunConfig:
 
 
 def validate(*layers: Layer) -> RunConfig:
-    """Merge and check `layers` as `resolve` does, but do not check sections against each other.
-
-    It serves where further layers may follow.
-    """
+    """Merge and check `layers` as `resolve` does, but do not check sections against each other. It serves
+    where further layers may follow."""
     merged = merge(RunConfig().model_dump(), *layers)
     if empty := list(_empty_values(merged, ())):
         raise ConfigError("\n".join(f"{name} is empty: name a value, or give none" for name in empty))
@@ -341,7 +337,6 @@ def _presets() -> dict[str, Traversable]:
 
 def config_file(path: Path) -> dict[str, Any]:
     """Read a TOML or JSON file of settings, where "none" in TOML means no value, which TOML cannot say.
-
     Raises `ConfigError` when it is missing or malformed."""
     try:
         text = path.read_text()
@@ -375,9 +370,8 @@ def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str,
 
 
 def _empty_values(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
-    """Yield settings that may have no value and have an empty text instead.
-
-    A shell writes one for a variable that is not set, and an empty path would be the present directory."""
+    """Yield settings that may have no value and have an empty text instead. A shell writes one for a variable
+    that is not set, and an empty path would be the present directory."""
     for key, value in table.items():
         here = (*above, key)
         if isinstance(value, Mapping):

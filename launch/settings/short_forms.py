@@ -26,10 +26,8 @@ def sources_of(
     recipe: Source | None = None,
 ) -> list[Source]:
     """Return the settings of a start in their order, the last wins: the preset, the recipe, each file, the
-    environment and the short forms, the flags.
-
-    Before them stand the types of all tables by default: a preset need not repeat these, and a later layer
-    that chooses another type must still replace its table."""
+    environment and the short forms, the flags. Before them stand the types of all tables by default: a preset
+    need not repeat these, and a later layer that chooses another type must still replace its table."""
     return [
         Source(DEFAULT, _types(RunConfig().model_dump())),
         *([Source(f"preset {preset_name}", preset(preset_name))] if preset_name else []),
@@ -67,10 +65,8 @@ def short_sources(
 
 def supervised_sources(sft: Path | None, pairs: Path | None, others: Mapping[str, Any]) -> list[Source]:
     """Return the settings of `--sft` or `--pairs`: a run that trains on demonstrations or on pairs of answers
-    alone, once over, at a rate for a model that was trained before.
-
-    `others` are the settings of all other sources. Raises `ConfigError` for both, and for demonstrations that
-    cannot be read."""
+    alone, once over, at a rate for a model that was trained before. `others` are the settings of all other
+    sources. Raises `ConfigError` for both, and for demonstrations that cannot be read."""
     file = sft or pairs
     if file is None:
         return []

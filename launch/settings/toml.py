@@ -16,9 +16,8 @@ Write = Callable[[Location, Any], Iterator[str]]
 
 
 def document(table: Mapping[str, Any], write: Write, above: Location = ()) -> Iterator[str]:
-    """Yield the lines of a document: the plain settings of a table, then each table below it.
-
-    `write` yields the lines of one plain setting."""
+    """Yield the lines of a document: the plain settings of a table, then each table below it. `write` yields
+    the lines of one plain setting."""
     tables: dict[str, Any] = {}
     for key, value in table.items():
         if (isinstance(value, Mapping) and value) or _several_tables(value):

@@ -48,7 +48,6 @@ def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
 
 def settings_at(root: Model, location: Iterable[str]) -> Mapping[str, FieldInfo]:
     """Return the settings in the table at `location`; in a union those of the member it names, or of all.
-
     Empty where `location` leads to no table."""
     section: Any = root
     for part in location:

@@ -35,7 +35,6 @@ class Jobs:
     actors: Path | None
     """Script of the array of actors; None for a run that generates nothing."""
     name: str
-    """Name of the job of `run`."""
 
     @property
     def actors_name(self) -> str:
@@ -43,9 +42,8 @@ class Jobs:
 
 
 def write_jobs(config: RunConfig, settings: str) -> Jobs:
-    """Write the scripts of a run, and its `settings` as TOML, into the directory `slurm` of the run.
-
-    Raises `ConfigError` for settings with which the jobs could not run."""
+    """Write the scripts of a run, and its `settings` as TOML, into the directory `slurm` of the run. Raises
+    `ConfigError` for settings with which the jobs could not run."""
     refuse_settings(config)
     directory = config.directory.absolute()
     path = RunDirectory(directory, config.run).path / "slurm"
@@ -162,10 +160,9 @@ def refuse_no_cluster(slurm: SlurmConfig) -> None:
 
 
 def submit(jobs: Jobs) -> str:
-    """Submit the jobs of a run, and return in words what was submitted.
-
-    Raises `ConfigError` for jobs of the run that are still there, and with what sbatch says of jobs that the
-    cluster does not take; then none is left."""
+    """Submit the jobs of a run, and return in words what was submitted. Raises `ConfigError` for jobs of the
+    run that are still there, and with what sbatch says of jobs that the cluster does not take; then none is
+    left."""
     names = f"{jobs.name},{jobs.actors_name}"
     if there := _ask("squeue", "--me", "--noheader", f"--name={names}", "--format=%i").split():
         raise ConfigError(

@@ -64,10 +64,9 @@ async def export_run(
     *,
     token_ids: bool = False,
 ) -> int:
-    """Write what is wanted to `path`, in the order of the leases, and return the number of rows.
-
-    The path's ending decides: `.jsonl`, `.parquet`, or none for a directory of Parquet. It appears when it
-    is whole. Raises `ConfigError` for a path that exists or ends otherwise, and on `stop`."""
+    """Write what is wanted to `path`, in the order of the leases, and return the number of rows. The path's
+    ending decides: `.jsonl`, `.parquet`, or none for a directory of Parquet. It appears when it is whole.
+    Raises `ConfigError` for a path that exists or ends otherwise, and on `stop`."""
     count = 0
     with _whole(path) as temporary:
         async with opened(source, wanted) as search:

@@ -23,7 +23,6 @@ def spans(t: Trajectory) -> Iterator[tuple[int, int, int | None]]:
 
 
 RATIOS = ("importance_ratio", "importance_ratio_min", "importance_ratio_max", "truncated_fraction")
-"""Names of `ImportanceRatios`, in their order."""
 
 
 def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:

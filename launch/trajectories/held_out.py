@@ -22,17 +22,15 @@ NOT_TRAINED = "answers to held-out prompts are not trained: leave out steps and 
 
 
 def group_of(name: str) -> tuple[int, bool]:
-    """Return the number of the group of a trajectory's name, and whether it answers a held-out prompt.
-
-    Raises `SchemaError` for what is no such name."""
+    """Return the number of the group of a trajectory's name, and whether it answers a held-out prompt. Raises
+    `SchemaError` for what is no such name."""
     is_held_out = name.startswith(PREFIX)
     return parse_trajectory_name(f"g{name[1:]}" if is_held_out else name)[0], is_held_out
 
 
 class HeldOutTrajectories(StoredTrajectories):
-    """Reads the answers to held-out prompts of a run whose directory is here.
-
-    The answers to one prompt by one version are a group, whose number stands in the place of a lease."""
+    """Reads the answers to held-out prompts of a run whose directory is here. The answers to one prompt by
+    one version are a group, whose number stands in the place of a lease."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(run)

@@ -28,7 +28,6 @@ class TrajectoryFilter:
     """Which trajectories are wanted; None wants any. Raises `ConfigError` for what can choose nothing."""
 
     step: int | None = None
-    """Step that trained on the trajectory."""
     version: int | None = None
     """Version that sampled some token of the trajectory."""
     least_reward: float | None = None
@@ -102,7 +101,6 @@ class Search:
 
     async def leases(self) -> list[int]:
         """Return the leases of the groups that are complete by now and may have what is wanted, ascending.
-
         Raises `ConfigError` where the steps or records of the filter are not known."""
         found, wanted = await self._groups.leases(), self._wanted
         self.complete = len(found)
@@ -173,9 +171,8 @@ class Found:
 
 
 async def newest(search: Search, most: int, *, groups: int | None = None, seconds: float = inf) -> Found:
-    """Return the newest `most` trajectories that are wanted, and the rest of the last one's group.
-
-    The search ends before that after so many groups or seconds: the reader decides whether it goes on."""
+    """Return the newest `most` trajectories that are wanted, and the rest of the last one's group. The search
+    ends before that after so many groups or seconds: the reader decides whether it goes on."""
     leases = (await search.leases())[::-1]
     until_s = time.monotonic() + seconds
     found: list[Trajectory] = []

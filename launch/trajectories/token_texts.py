@@ -14,9 +14,8 @@ def has_tokenizer(model: Path) -> bool:
 
 
 def decoder(model: Path) -> Decode:
-    """Return what turns token ids into text, by the tokenizer in a model directory.
-
-    Ids stand for themselves where there is no tokenizer."""
+    """Return what turns token ids into text, by the tokenizer in a model directory. Ids stand for themselves
+    where there is no tokenizer."""
     if (model / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
@@ -31,10 +30,9 @@ def decoder(model: Path) -> Decode:
 
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return one text a token, which joined are the text of all.
-
-    Decoding tokens one by one would lose spaces, and characters that several tokens make. So each is what
-    the tokens up to it add to those before; a character of several tokens belongs to the last of them."""
+    """Return one text a token, which joined are the text of all. Decoding tokens one by one would lose
+    spaces, and characters that several tokens make. So each is what the tokens up to it add to those before;
+    a character of several tokens belongs to the last of them."""
     texts: list[str] = []
     begin = done = 0  # tokens [begin, done) are decoded again as context, those after are not given out yet
     for end in range(1, len(ids) + 1):

@@ -44,16 +44,13 @@ class GroupTraining:
     logprobs: Mapping[str, TrainedLogprobs] = field(default_factory=dict)
     """Log-probs of its trajectories under the learner's weights, by name, where they are recorded."""
     label: str | None = None
-    """Label of the prompt that was asked."""
     evaluation: Evaluation | None = None
     """Evaluation that its trajectories are answers of, which are held out of training; None for others."""
 
     @property
     def weights(self) -> dict[int, float]:
-        """Return the weight of the group in each step that trained on it.
-
-        The latest step that was given the group has trained on it once a checkpoint has that step, or its
-        facts are recorded."""
+        """Return the weight of the group in each step that trained on it. The latest step that was given the
+        group has trained on it once a checkpoint has that step, or its facts are recorded."""
         if self.use is None:
             return {}
         steps = dict(self.use.weights)
@@ -148,10 +145,9 @@ def _label(prompts: PastPrompts | None, lease: int) -> str | None:
 
 
 def importance_ratios(t: Trajectory, trained: TrainedLogprobs) -> list[float | None] | None:
-    """Return the learner's policy over the one that sampled, for each token; None for one not trained.
-
-    It returns None for log-probs of another number of tokens: they are of a trajectory that had this name in
-    a run before."""
+    """Return the learner's policy over the one that sampled, for each token; None for one not trained. It
+    returns None for log-probs of another number of tokens: they are of a trajectory that had this name in a
+    run before."""
     mask = t.loss_mask.copy()
     mask[:1] = False  # nothing predicts the first token
     if int(np.count_nonzero(mask)) != len(trained.logprobs):

@@ -47,7 +47,6 @@ class Verdicts:
 
     found: dict[str, dict[str, str]] = field(default_factory=lambda: {name: {} for name in VERDICTS})
     totals: Counter[str] = field(default_factory=Counter)
-    """How much was compared."""
     in_flight: list[Acknowledgement] = field(default_factory=list)
     """Acknowledgements whose message is on the bus and nowhere else."""
     bus_silence: str = ""

@@ -73,7 +73,6 @@ class ActorRecords:
     incomplete: set[str] = field(default_factory=set)
     """Those of them some of whose records are known to be gone."""
     garbled: int = 0
-    """Records that do not match their checksum."""
 
 
 class Stored(NamedTuple):
@@ -131,14 +130,8 @@ class Evidence:
 
 
 def collect(run: RunDirectory, lists: Sequence[Path] = ()) -> Evidence:
-    """Read what a run left, which may go on meanwhile.
-
-    Args:
-        run: whose directory has the ledger, the lineage, and the stores of all shards.
-        lists: directories with records from other hosts.
-
-    Raises `ConfigError` when the stores or the ledger are not here, and `StorageError` for what is damaged.
-    """
+    """Read what a run left, which may go on meanwhile. Raises `ConfigError` when the stores or the ledger are
+    not here, and `StorageError` for what is damaged."""
     config = recorded_config(run)
     identity = facts_of(run.ledger).get(RUN_ID, "")
     shards = [run.path / "replay" / f"shard_{number:02d}" for number in range(config.replay.shards)]
@@ -210,9 +203,8 @@ def _trained(directory: Path, incarnations: dict[int, str]) -> tuple[list[Traine
 
 
 def read_store(directory: Path, into: StoreContent) -> None:
-    """Add what a store holds, which its writer may change meanwhile.
-
-    Raises `StorageError` when a segment is torn, or a trajectory in it is."""
+    """Add what a store holds, which its writer may change meanwhile. Raises `StorageError` when a segment is
+    torn, or a trajectory in it is."""
     read: dict[SegmentEntry, list[Stored]] = {}
     for attempt in range(ATTEMPTS):
         with closing(ReplayStore.open(directory, writable=False)) as store:

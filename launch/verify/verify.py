@@ -67,9 +67,8 @@ class OnBus:
 
 
 async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Event) -> dict[str, Json]:
-    """Compare what the actors, the store and the learner of a run say, and return `Verdicts.to_json`.
-
-    The bus is asked for what is missing, if it is there."""
+    """Compare what the actors, the store and the learner of a run say, and return `Verdicts.to_json`. The bus
+    is asked for what is missing, if it is there."""
     run = RunDirectory(where.directory, where.run)
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": CONNECT_S})
     async with AsyncExitStack() as stack:
@@ -88,14 +87,7 @@ async def verified(
     bus: Bus | None = None,
     went_with_bus: Callable[[Acknowledgement], bool] = lambda answer: False,
 ) -> Verdicts:
-    """Compare everything that a run left, which may go on; what is missing is looked for again.
-
-    Args:
-        run: whose directory is here.
-        lists: directories with the records of actors on other hosts.
-        bus: the run's, which is asked for messages that no shard has taken yet.
-        went_with_bus: as for `compare`.
-    """
+    """Compare everything that a run left, which may go on; what is missing is looked for again."""
     for look in range(LOOKS):
         if look:
             await asyncio.sleep(PAUSE_S)

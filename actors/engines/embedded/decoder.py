@@ -76,10 +76,9 @@ class ExpertRecorder:
 
 
 class VisionPrefill:
-    """Fills a cache with prompts that show images, by the vision tower of a Qwen3-VL or Qwen2.5-VL.
-
-    The places of patches come with the request, not from the ids of tokens: a policy may sample the token
-    that stands for a patch, and means no image by it."""
+    """Fills a cache with prompts that show images, by the vision tower of a Qwen3-VL or Qwen2.5-VL. The
+    places of patches come with the request, not from the ids of tokens: a policy may sample the token that
+    stands for a patch, and means no image by it."""
 
     def __init__(self, model: PreTrainedModel, reader: ImageReader) -> None:
         self._model = model
@@ -246,9 +245,8 @@ class BatchedDecoder:
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
     ) -> list[list[float]]:
-        """Return for each sequence the nats of all its tokens but the first, at temperature 1.
-
-        The tokens that stand for `images`, those of each sequence or of none, have no nats."""
+        """Return for each sequence the nats of all its tokens but the first, at temperature 1. The tokens
+        that stand for `images`, those of each sequence or of none, have no nats."""
         found = []
         for sequence, shown in itertools.zip_longest(sequences, images, fillvalue=()):
             tokens = self._tensor(np.array([sequence]))
@@ -351,9 +349,8 @@ class BatchedDecoder:
 
     def _prefill(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, list[np.ndarray]]:
         """Fill the next slots' KV, computing equal prompts once; return the next token's logits, [m, V], and
-        where the tokens went that requests ask about.
-
-        Prompts are padded on the right, where causal attention cannot see."""
+        where the tokens went that requests ask about. Prompts are padded on the right, where causal attention
+        cannot see."""
         order: dict[Prompt, int] = {}
         sources = [order.setdefault(_prompt(request), len(order)) for request in requests]
         ends = np.array([len(prompt) - 1 for prompt, _ in order])
@@ -454,9 +451,8 @@ def _prompt_length(request: GenerationRequest) -> int:
 
 
 def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
-    """Return what the cache keeps of each layer; a window is a matter of masks alone.
-
-    Raises `EngineError` for what is not served."""
+    """Return what the cache keeps of each layer; a window is a matter of masks alone. Raises `EngineError`
+    for what is not served."""
     kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * config.num_hidden_layers)
     recurrent = family_named(config.model_type).recurrent
     states = recurrent.kind if recurrent is not None else FULL_ATTENTION

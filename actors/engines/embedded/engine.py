@@ -43,9 +43,7 @@ def exact_attention(
     scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend from [n, heads, length, d] to [n, length, heads, d]: causally, or from one token a row to what a
-    mask [n, 1, 1, keys] leaves at 0.
-
-    Raises `ConfigError` for what would be ignored."""
+    mask [n, 1, 1, keys] leaves at 0. Raises `ConfigError` for what would be ignored."""
     if softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{type(module).__name__} has sinks or capped scores, which model.numerics=exact does not have: "
@@ -68,10 +66,9 @@ _BUILDING = threading.Lock()
 
 
 class EmbeddedEngine:
-    """Serves one model; commands run in the engine thread between two decode steps.
-
-    Results cross back to the event loop once per decode step. A failure in the thread reaches every
-    waiter and every later call as EngineError; generations under way keep their tokens so far."""
+    """Serves one model; commands run in the engine thread between two decode steps. Results cross back to the
+    event loop once per decode step. A failure in the thread reaches every waiter and every later call as
+    EngineError; generations under way keep their tokens so far."""
 
     def __init__(
         self, model: PreTrainedModel, config: EmbeddedEngineConfig, *, policy_version: int = -1,
@@ -198,7 +195,6 @@ class EmbeddedEngine:
 
     async def release(self) -> None:
         """Decode nothing until `resume`, and free the cache; raises EngineError while requests are decoded.
-
         The weights lie in the process's memory and stay there."""
         await self._obeyed(self._release)
 
@@ -213,10 +209,8 @@ class EmbeddedEngine:
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
     ) -> list[list[float]]:
         """Return for each sequence the nats of all its tokens but the first and those of `images`, between
-        two decode steps.
-
-        Raises EngineError for tokens that the vocabulary does not have, and for images that the model cannot
-        be shown."""
+        two decode steps. Raises EngineError for tokens that the vocabulary does not have, and for images that
+        the model cannot be shown."""
         largest = max(map(max, sequences))
         if largest >= self._decoder.vocab_size:
             raise EngineError(

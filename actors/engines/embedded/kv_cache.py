@@ -1,7 +1,6 @@
-"""The rows of a running batch: their cache behind transformers' Cache interface, and their tokens.
-
-Row i of the batch is slot i of every array. Rows stay compact: a finished row is overwritten by the
-last one, so a decode step reads slots [0, n) as a view. Both stores grow by doubling."""
+"""The rows of a running batch: their cache behind transformers' Cache interface, and their tokens. Row i of
+the batch is slot i of every array. Rows stay compact: a finished row is overwritten by the last one, so a
+decode step reads slots [0, n) as a view. Both stores grow by doubling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -67,9 +67,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def without_quantisation(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the weights in float32 that codes and scales stand for; the others are as they are.
-
-    Raises `EngineError` for codes without scales."""
+    """Return the weights in float32 that codes and scales stand for; the others are as they are. Raises
+    `EngineError` for codes without scales."""
     in_int4 = [name.removesuffix(PACKED) for name in state if name.endswith(f".weight{PACKED}")]
     if in_int4:
         gone = {name for weight in in_int4 for name in int4_names(weight)}

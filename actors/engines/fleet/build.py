@@ -33,17 +33,8 @@ def build_engine(
     config: EngineConfig, model: Path, log_file: Path, *, first_gpu: int = 0,
     served: ServedAdapters | None = None, exact: bool = False,
 ) -> Engine:  # fmt: skip
-    """Return an engine for the model in a directory, not started.
-
-    Args:
-        config: type and settings of the engine.
-        model: config.json and tokenizer; weights come by `load_weights`.
-        log_file: receives the output of an engine in a process of its own.
-        first_gpu: the first GPU that is the engine's own, where it is a server on CUDA.
-        served: adapters that a server adds itself.
-        exact: whether an embedded engine computes in exact arithmetic (model.numerics).
-
-    Raises `ConfigError` for a model that a server would compute otherwise than the learner."""
+    """Return an engine for the model in a directory, not started. Raises `ConfigError` for a model that a
+    server would compute otherwise than the learner."""
     place = EnginePlace(log_file, first_gpu, served, exact)
     engine: Engine = resolve_name(config.built_by)(config, model, place)
     return engine
@@ -86,16 +77,7 @@ def engine_builds(
     config: EngineConfig, model: Path, first_gpus: Mapping[str, int], logs: Path, *, actor: str,
     served: ServedAdapters | None = None, exact: bool = False,
 ) -> "Mapping[str, Build]":  # fmt: skip
-    """Return what builds each engine in a thread, by its name.
-
-    Args:
-        config: type and settings of the engines.
-        model: as `build_engine` takes it.
-        first_gpus: first GPU of each engine, by its name.
-        logs: directory of the log files, one for each engine.
-        actor: this process among the run's actors.
-        served: as `build_engine` takes it.
-        exact: as `build_engine` takes it."""
+    """Return what builds each engine in a thread, by its name."""
 
     def build(name: str, first_gpu: int) -> Engine:
         named = name if name.startswith("engine-") else f"engine-{name}"

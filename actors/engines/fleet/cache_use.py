@@ -10,15 +10,13 @@ RECENT = 64
 
 
 class CacheUse:
-    """Counts what an engine holds, with requests that it has not counted yet.
-
-    A request is expected to need its tokens so far and an answer as long as recent ones."""
+    """Counts what an engine holds, with requests that it has not counted yet. A request is expected to need
+    its tokens so far and an answer as long as recent ones."""
 
     def __init__(self, engine: Callable[[], Engine | None], *, hard_share: float) -> None:
         self._engine = engine
         self._hard_share = hard_share
         self._held: dict[PendingRequest, int] = {}
-        """Tokens of each request that has a place."""
         self._held_tokens = 0
         self._reading = 0
         self._sent_since = 0

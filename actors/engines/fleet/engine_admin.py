@@ -45,18 +45,7 @@ class EngineAdmin:
         self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, claims: EngineClaims, *,
         actor: str, colocated: bool, shared: SharedServers | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
-        """Answer for the fleet of one policy.
-
-        Args:
-            bus: connection of the run that trains the policy.
-            fleet: its engines.
-            config: their settings, those of servers that join too.
-            model: directory of config.json and tokenizer.
-            claims: the actor's.
-            actor: its name.
-            colocated: whether it shares its devices with the learner.
-            shared: adapters that servers add themselves, and who is served by the same servers.
-            exact: whether its engines compute in exact arithmetic (model.numerics)."""
+        """Answer for the fleet of one policy."""
         self.refusal = ""
         """Why no engine may join or leave; empty where it may."""
         self._bus = bus
@@ -76,9 +65,8 @@ class EngineAdmin:
         await serving.unsubscribe()
 
     async def _change(self, change: EngineChange) -> list[Message]:
-        """Answer when it is done: a server that joined serves as soon as it has the newest weights.
-
-        Raises EngineError for a URL where no SGLang server is, and for an engine that cannot leave."""
+        """Answer when it is done: a server that joined serves as soon as it has the newest weights. Raises
+        EngineError for a URL where no SGLang server is, and for an engine that cannot leave."""
         if self.refusal:
             raise EngineError(self.refusal)
         async with self._one_at_a_time:

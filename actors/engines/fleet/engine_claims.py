@@ -22,10 +22,9 @@ LOOK_S = 1.0
 
 
 class EngineClaims:
-    """Servers that this actor alone uses: two would load weights over each other's.
-
-    A claim expires when its actor is gone, however that ended. It is a role of the run, also for a server of
-    a further policy: no actor of another policy takes that server."""
+    """Servers that this actor alone uses: two would load weights over each other's. A claim expires when its
+    actor is gone, however that ended. It is a role of the run, also for a server of a further policy: no
+    actor of another policy takes that server."""
 
     def __init__(self, bus: Bus, actor: str) -> None:
         """Claim for `actor` on `bus`, which is that of the run itself and not of a further policy's run."""
@@ -36,9 +35,8 @@ class EngineClaims:
     @classmethod
     @asynccontextmanager
     async def open(cls, bus: Bus, actor: str, engine: EngineConfig) -> AsyncIterator[Self]:
-        """Claim the servers that the settings attach to, until the context is left.
-
-        Raises `ConfigError` for one that another actor uses."""
+        """Claim the servers that the settings attach to, until the context is left. Raises `ConfigError` for
+        one that another actor uses."""
         claims = cls(bus, actor)
         try:
             await claims.claim_attached(engine)

@@ -75,10 +75,8 @@ class LeadingNode:
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
-        """Lead an engine inside, which other nodes may join from now on.
-
-        Raises `EngineNodeLostError`, which names nodes that are gone, where an engine fails that all of them
-        had joined."""
+        """Lead an engine inside, which other nodes may join from now on. Raises `EngineNodeLostError`, which
+        names nodes that are gone, where an engine fails that all of them had joined."""
         with _shared_file(self._engine) as shared_file:
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(self._beat(shared_file))
@@ -175,7 +173,6 @@ class FollowingNode:
         self, bus: Bus, engine: SglangEngineConfig, model: Path, log_file: Path, *, first_gpu: int
     ) -> None:
         self.doing = "waiting for node 0 of its engine"
-        """What it does, for a screen."""
         self._engine = engine
         self._model = model
         self._log_file = log_file
@@ -185,10 +182,8 @@ class FollowingNode:
         """Name of the engine that it was part of before."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Be part of one engine after the other until `stop`.
-
-        Raises `EngineError` where node 0 leads none for `start_timeout_s`, and `ConfigError` where the two
-        share no directory."""
+        """Be part of one engine after the other until `stop`. Raises `EngineError` where node 0 leads none
+        for `start_timeout_s`, and `ConfigError` where the two share no directory."""
         while (head := await self._led(stop)) is not None:
             self._last = head.process
             self.doing = f"running node {self._engine.node_rank} of the engine at {self._engine.rendezvous}"

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """One policy version in whole, and what is new in it.
-
-    All engines share these tensors; nobody writes to them. A version costs what changed since the last."""
+    """One policy version in whole, and what is new in it. All engines share these tensors; nobody writes to
+    them. A version costs what changed since the last."""
 
     serial: int = 0
     """Counts the updates: versions may come again when a learner resumes. 0 is before the first."""

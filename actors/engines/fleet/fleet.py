@@ -84,7 +84,6 @@ class Fleet:
 
     def __init__(self, builds: Mapping[str, Build], config: FleetConfig) -> None:
         self.released = False
-        """Whether others have the device."""
         self._config = config
         self._weights = HostWeights()
         self._members: dict[str, Member] = {}
@@ -185,9 +184,8 @@ class Fleet:
         return ", ".join(dict.fromkeys(filter(None, (m.starting for m in self._members.values()))))
 
     async def start(self) -> None:
-        """Start the engines; ready with the first that serves when all have been tried once.
-
-        Raises EngineError when none can start, and ConfigError when that is for its settings."""
+        """Start the engines; ready with the first that serves when all have been tried once. Raises
+        EngineError when none can start, and ConfigError when that is for its settings."""
         for member in self._members.values():
             self._begin(member)
         for member in list(self._members.values()):
@@ -221,7 +219,6 @@ class Fleet:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`, on one engine after the other if need be. Cancelling the caller aborts it.
-
         Raises RequestRefusedError when no engine can ever serve it, EngineLostError when no engine is left,
         and EngineError when too many failed under it or the fleet was closed."""
         self._refuse_when_ended()
@@ -247,16 +244,14 @@ class Fleet:
         return await self._bring_to(self._weights.followed_by(state, policy_version))
 
     async def load_published(self, published: Published) -> float:
-        """Have each engine get the announced tensors from the learner. Returns as `load_weights`.
-
-        Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
+        """Have each engine get the announced tensors from the learner. Returns as `load_weights`. Raises
+        `WeightsKeptError` when an engine could not, and goes on with those it has."""
         return await self._bring_to(self._weights.followed_by_published(published))
 
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
     ) -> dict[str, ScoredTokens]:
         """Return what each engine in service that can tell says of these tokens, by the engine's name.
-
         `images` are those of each sequence, or of none (`Scores`)."""
         members = list(self._members.values())
         found = await asyncio.gather(*(member.score(sequences, images) for member in members))
@@ -266,7 +261,6 @@ class Fleet:
 
     async def release(self) -> None:
         """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.
-
         Requests wait, and go on from their tokens. Returns when all is free; an engine that was starting is
         waited for, one that cannot free its device is closed."""
         self.released = True
@@ -387,10 +381,9 @@ class Fleet:
                 self._queue.remove(pending)
 
     def _dispatch(self) -> None:
-        """Give places to those that wait, the oldest first, as far as caches have room for their contexts.
-
-        A request under which engines have failed waits for a place among few enough others; nobody younger
-        goes to the least busy engine meanwhile, or it would never be less so."""
+        """Give places to those that wait, the oldest first, as far as caches have room for their contexts. A
+        request under which engines have failed waits for a place among few enough others; nobody younger goes
+        to the least busy engine meanwhile, or it would never be less so."""
         for pending in [pending for pending in self._queue if pending.refusals]:
             self._refuse_for_good(pending)
         kept_free: Member | None = None

@@ -24,7 +24,6 @@ class GpuPlan:
 
 def gpu_plan(actors: ActorsConfig, policies: Mapping[str, EngineConfig] | None = None) -> GpuPlan:
     """Return the plan of an actor that serves these further policies too. Each engine comes after the others.
-
     Raises `ConfigError` for a parallel size that is no number."""
     engines, further = actors.fleet.engines, policies or {}
     begun = _Count()

@@ -48,7 +48,6 @@ class Member:
         self.requests: set[PendingRequest] = set()
         self.occupancy = Occupancy()
         self.served = 0
-        """Requests that ever had one."""
         self.restarts = 0
         self.reason = ""
         self.misconfigured: ConfigError | None = None
@@ -174,7 +173,6 @@ class Member:
 
     async def work_on(self, pending: PendingRequest) -> None:
         """Add what the engine samples for `pending` to it; all troubles but a refusal cut the piece short.
-
         When it returns or raises, the engine works on it no more. Raises `RequestRefusedError`."""
         life = self._life
         if life is None or self.state != "serving" or pending.attempt_id is None:
@@ -211,7 +209,6 @@ class Member:
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]]
     ) -> ScoredTokens | None:
         """Return what its engine says of these tokens and images, with the version that it had all the time.
-
         None when it does not serve, cannot tell, or took other weights meanwhile."""
         life = self._life
         if life is None or self.state != "serving":
@@ -221,9 +218,8 @@ class Member:
         return ScoredTokens(version, logprobs) if logprobs and self.policy_version == version else None
 
     async def update(self) -> float:
-        """Load the newest weights unless it has them; return the seconds generation stood still.
-
-        An engine that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
+        """Load the newest weights unless it has them; return the seconds generation stood still. An engine
+        that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
         life, seconds = self._life, 0.0
         if life is None or self.state != "serving":  # one that starts takes the newest by itself
             return seconds
@@ -241,9 +237,8 @@ class Member:
         return seconds
 
     async def release(self) -> None:
-        """Have the engine hand out what it has sampled and free its device; none starts until `resume`.
-
-        An engine that is starting is waited for. One that cannot free its device has failed: it is closed."""
+        """Have the engine hand out what it has sampled and free its device; none starts until `resume`. An
+        engine that is starting is waited for. One that cannot free its device has failed: it is closed."""
         if self.released:
             return
         self.released = True
@@ -511,10 +506,7 @@ class RestartLimit:
         return len(self._failures_s)
 
     def pause_after_failure_s(self, now_s: float) -> float | None:
-        """Note a failure and return the pause before the next engine, in seconds; None when none may follow.
-
-        Args:
-            now_s: the time of the failure on a monotonic clock."""
+        """Note a failure; return the pause before the next engine in seconds, None when none may follow."""
         self._failures_s = [at for at in self._failures_s if now_s - at < self._config.restart_window_s]
         self._failures_s.append(now_s)
         if len(self._failures_s) > self._config.restarts:

@@ -30,9 +30,7 @@ class PendingRequest:
     place: "asyncio.Future[None] | None" = None
     """A future that is done when the request has a place, or needs none any more."""
     member: "Member | None" = None
-    """The member at which it has a place."""
     attempt_id: str | None = None
-    """The id of its present attempt at that engine."""
     refusals: dict[str, Exception] = field(default_factory=dict)
     """The errors of the engines that can never serve it, by the names of their members."""
     errors: int = 0
@@ -46,9 +44,8 @@ class PendingRequest:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return why it has ended; None when it has not.
-
-        An engine that died may have sampled the last token, so tokens say it where an engine cannot."""
+        """Return why it has ended; None when it has not. An engine that died may have sampled the last token,
+        so tokens say it where an engine cannot."""
         last = self.pieces[-1] if self.pieces else NOTHING
         sampling = self.request.sampling
         if last.finish_reason != "abort":
@@ -91,10 +88,9 @@ class PendingRequest:
         return np.asarray(self.request.token_ids, np.int32)
 
     def rest(self, request_id: str) -> GenerationRequest:
-        """Return what is left to do, as a request of its own: the budget shrinks by what was sampled.
-
-        It asks for experts from the first token on whose experts are not known. An engine that failed has
-        reported none, and the next one routes its tokens again."""
+        """Return what is left to do, as a request of its own: the budget shrinks by what was sampled. It asks
+        for experts from the first token on whose experts are not known. An engine that failed has reported
+        none, and the next one routes its tokens again."""
         if not self.pieces:
             return replace(self.request, request_id=request_id)
         left = self.request.sampling.max_new_tokens - self.sampled

@@ -22,14 +22,12 @@ FIRST_WAIT_S = 5.0
 
 
 class SharedServers:
-    """Knows the engine at each server, and builds those of further policies at it.
-
-    One that fails takes them with it; they are built again at the engine that comes after it."""
+    """Knows the engine at each server, and builds those of further policies at it. One that fails takes them
+    with it; they are built again at the engine that comes after it."""
 
     def __init__(self, own: ServedAdapters | None, further: Mapping[str, ServedAdapters]) -> None:
-        """Serve `own`, the adapters of the run's own policy, and those of the policies in `further`.
-
-        Without `own` the engines take whole weights, each of one policy."""
+        """Serve `own`, the adapters of the run's own policy, and those of the policies in `further`. Without
+        `own` the engines take whole weights, each of one policy."""
         self.own = own
         """Adapters of the run's own policy."""
         self.further = further
@@ -65,9 +63,8 @@ class SharedServers:
         self._engines.pop(place, None)
 
     async def up(self, place: str, *, within_s: float | None = None) -> "SglangEngine":
-        """Return the engine in a place as soon as its server is up; the caller bounds the wait.
-
-        Raises `EngineError` where that takes longer than `within_s`."""
+        """Return the engine in a place as soon as its server is up; the caller bounds the wait. Raises
+        `EngineError` where that takes longer than `within_s`."""
         try:
             async with asyncio.timeout(within_s):
                 while (

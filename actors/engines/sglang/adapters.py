@@ -60,9 +60,8 @@ class Adapters:
         self._names = (f"{OURS}{engine}-{number}" for number in count())
 
     async def check(self, *, has_experts: bool) -> None:
-        """Raise `ConfigError` for a server, or a mixture of experts, that cannot have the adapters.
-
-        So is a server where adapters of others leave too little room: it would unload one for another."""
+        """Raise `ConfigError` for a server, or a mixture of experts, that cannot have the adapters. So is a
+        server where adapters of others leave too little room: it would unload one for another."""
         refuse_unfit(self._client.url, self._facts, self._served)
         others = [name for name in await self._client.adapters() if not name.startswith(OURS)]
         room, needed = self._facts.settings[0].get("max_loaded_loras"), self._served.room.slots + len(others)
@@ -86,9 +85,8 @@ class Adapters:
         return self.newest
 
     def refuse_version(self, changed: State, base: State) -> None:
-        """Raise `WeightsKeptError` where those of a version are none that the server was started for.
-
-        The server is asked for nothing before: it goes on, with the version that it has and with all other
+        """Raise `WeightsKeptError` where those of a version are none that the server was started for. The
+        server is asked for nothing before: it goes on, with the version that it has and with all other
         policies. `changed` and `base` are as in `load`."""
         tensors = {**self._tensors, **changed}
         whose = f"policy {self._policy!r}" if self._policy else "the run's own policy"
@@ -176,9 +174,8 @@ class Adapters:
 
 
 def serving(config: SglangEngineConfig, served: ServedAdapters | None) -> SglangEngineConfig:
-    """Return the settings of an engine whose server, if it is started here, takes these adapters.
-
-    The user's own settings of the server have the last word."""
+    """Return the settings of an engine whose server, if it is started here, takes these adapters. The user's
+    own settings of the server have the last word."""
     if served is None or config.attached:
         return config
     flags = {"lora_backend": "torch_native"} if device_of(config.settings) == "cpu" else {}

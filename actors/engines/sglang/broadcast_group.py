@@ -21,9 +21,8 @@ Offer = Sequence[OfferedBucket]
 
 
 class LearnerGroup:
-    """A server's membership: joined when it is needed, kept from version to version, left when it fails.
-
-    A group that failed is not used again: the next one has another name."""
+    """A server's membership: joined when it is needed, kept from version to version, left when it fails. A
+    group that failed is not used again: the next one has another name."""
 
     def __init__(self, client: SglangClient, facts: ServerFacts) -> None:
         self._client = client

@@ -24,7 +24,6 @@ from storage.weights.tensors import WORD, Words, spare_threads
 
 Found = tuple[Words, Words]
 """Gaps between the changed elements of a tensor (uint16 [N], see `sluice_changes.GAPS`), and their words [N].
-
 Numpy computes them: torch releases the interpreter in every step and then waits for a busy event loop."""
 GAP = np.dtype(np.uint16)
 FARTHEST = GAP_BITS + 1
@@ -51,7 +50,6 @@ def worth_it(size_bytes: int, itemsize: int) -> int:
 
 def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     """Remember the words that are others in `new`, and how many lie between each and the one before it.
-
     Nobody writes to either from now on."""
     gaps, values = _joined(new, moved)
     if len(gaps) > worth_it(new.nbytes, new.itemsize):
@@ -63,10 +61,8 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
 
 def gaps_and_words(words: Words, positions: Positions, before: int = -1) -> Found:
     """Return how a file tells of the words at `positions`: the gaps, the first counted from `before`, and the
-    words.
-
-    Where a gap would be too wide words in between are told of too, as they are. In embeddings rows of tokens
-    that were never seen make such gaps."""
+    words. Where a gap would be too wide words in between are told of too, as they are. In embeddings rows of
+    tokens that were never seen make such gaps."""
     positions = _in_reach(positions, before)
     return (np.diff(positions, prepend=before) - 1).astype(GAP), words[positions]
 
@@ -101,9 +97,8 @@ def _joined(new: Words, moved: Sequence[Moved]) -> Found:
 
 
 def known(old: torch.Tensor, new: torch.Tensor) -> Found | None:
-    """Return the gaps (uint16) and words, where `new` came as what changed in `old`.
-
-    `old` and `new` lie in the memory of what came."""
+    """Return the gaps (uint16) and words, where `new` came as what changed in `old`. `old` and `new` lie in
+    the memory of what came."""
     found = _noted.get(new.data_ptr())
     if found is None or not (old.is_contiguous() and new.is_contiguous()):
         return None
@@ -139,9 +134,8 @@ class Changes:
 
 
 def changes(old: State, new: State) -> Changes | None:
-    """Return what makes `new` of `old`, which has all of its tensors with the same shapes and dtypes.
-
-    `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
+    """Return what makes `new` of `old`, which has all of its tensors with the same shapes and dtypes. `None`
+    where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
     found = _differences(old, new)
     tensors = {WHOLE + name: new[name] for name in new if name not in found}
     entries = {}
@@ -189,9 +183,8 @@ def _goes_whole(tensor: torch.Tensor) -> bool:
 
 
 def _concatenated(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
-    """Return them one after the other, as elements of `dtype`.
-
-    In memory that numpy makes, since it asks the system for large pages, but by torch, in one step."""
+    """Return them one after the other, as elements of `dtype`. In memory that numpy makes, since it asks the
+    system for large pages, but by torch, in one step."""
     kind = f"i{dtype.itemsize}"
     joined = torch.from_numpy(np.empty(sum(map(len, arrays)), kind))
     torch.cat([torch.from_numpy(array.view(kind)) for array in arrays], out=joined)

@@ -166,10 +166,8 @@ class SglangEngine:
         return self._connected().url
 
     async def start(self) -> None:
-        """Start the server, or attach; it generates when weights are loaded.
-
-        Raises ConfigError for settings that this SGLang does not have, EngineError with the server's last
-        lines when it does not come up."""
+        """Start the server, or attach; it generates when weights are loaded. Raises ConfigError for settings
+        that this SGLang does not have, EngineError with the server's last lines when it does not come up."""
         self._client = await self._server.start()
         with long_work("waiting until SGLang serves"):
             await self._server.until_ready(self._client)
@@ -193,10 +191,9 @@ class SglangEngine:
         self.up.set()
 
     async def generate(self, request: GenerationRequest, policy: ServedPolicy | None = None) -> Generation:
-        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
-
-        An update may end it with the tokens so far, where a server says of no token which weights drew it.
-        With `policy` it is for one that is served beside the engine's own."""
+        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request. An
+        update may end it with the tokens so far, where a server says of no token which weights drew it. With
+        `policy` it is for one that is served beside the engine's own."""
         with self.in_progress.new(request, policy or self._own) as flight:
             flight.request = await self._images.prepared(request)
             while flight.begins_again(generation := await self._send(flight, policy or self._own)):
@@ -207,9 +204,8 @@ class SglangEngine:
         self, state: Mapping[str, torch.Tensor], policy_version: int, policy: ServedPolicy | None = None
     ) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
-
-        Without any the smallest is sent again: the server learns of a version with tensors only.
-        Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
+        Without any the smallest is sent again: the server learns of a version with tensors only. Raises
+        EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
             if self._updates is not None:
@@ -222,9 +218,8 @@ class SglangEngine:
         return 0.0
 
     async def load_published(self, published: Published) -> float:
-        """Have the learner send the weights to the server; where that fails, fetch and load them.
-
-        Returns and raises as `load_weights`, and WeightsKeptError when they could not be had at all."""
+        """Have the learner send the weights to the server; where that fails, fetch and load them. Returns and
+        raises as `load_weights`, and WeightsKeptError when they could not be had at all."""
         async with self._changing:
             self._check()
             if self._ready().has(published, self._own.version):
@@ -233,10 +228,9 @@ class SglangEngine:
             return await self._swap(load, published.policy_version)
 
     async def release(self) -> None:
-        """Free the device: weights, caches and graphs. Nothing may be in flight; new requests wait.
-
-        Weights that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at
-        it: then it is killed, which frees the device too; and for weights that only the learner has."""
+        """Free the device: weights, caches and graphs. Nothing may be in flight; new requests wait. Weights
+        that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at it: then
+        it is killed, which frees the device too; and for weights that only the learner has."""
         async with self._changing, self._health.looking:  # looks generate: the server must be idle
             self._check()
             if self._config.update == "group" or self._updates is not None:
@@ -261,9 +255,8 @@ class SglangEngine:
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = (),
         policy: ServedPolicy | None = None,
     ) -> list[list[float]]:  # fmt: skip
-        """Return for each sequence the nats of all its tokens but the first and those of its `images`.
-
-        Raises EngineError."""
+        """Return for each sequence the nats of all its tokens but the first and those of its `images`. Raises
+        EngineError."""
         self._check()
         client = self._connected()
         adapters = (policy or self._own).adapters
@@ -300,9 +293,8 @@ class SglangEngine:
         return await self._connected().checksums()
 
     async def checked_adapters(self, served: ServedAdapters, *, policy: str = "") -> Adapters:
-        """Return the adapters of one policy, of which none is loaded yet.
-
-        Raises `ConfigError` for some that the server cannot have, `EngineError` when it has failed."""
+        """Return the adapters of one policy, of which none is loaded yet. Raises `ConfigError` for some that
+        the server cannot have, `EngineError` when it has failed."""
         self._check()
         assert self._facts is not None, "set together with the client"
         found = Adapters(self._connected(), self._facts, served, self.in_progress, policy=policy)

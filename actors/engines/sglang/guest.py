@@ -16,10 +16,9 @@ log = structlog.get_logger()
 
 
 class GuestEngine:
-    """Serves one policy through a server that another engine keeps alive for its own.
-
-    The server has the frozen weights once, and the adapters of both. When its engine fails or is closed,
-    requests raise EngineError here too: the fleet builds another guest, at the next engine."""
+    """Serves one policy through a server that another engine keeps alive for its own. The server has the
+    frozen weights once, and the adapters of both. When its engine fails or is closed, requests raise
+    EngineError here too: the fleet builds another guest, at the next engine."""
 
     def __init__(self, host: SglangEngine, name: str, served: ServedAdapters) -> None:
         self._host = host
@@ -66,9 +65,8 @@ class GuestEngine:
         return self._host.kv_tokens
 
     async def start(self) -> None:
-        """Begin to serve, from the first version on.
-
-        Raises ConfigError for adapters that the server cannot have, EngineError when it has failed."""
+        """Begin to serve, from the first version on. Raises ConfigError for adapters that the server cannot
+        have, EngineError when it has failed."""
         policies = self._host.policies
         self._policy = policies.named(self._name) or policies.add(
             self._name, await self._host.checked_adapters(self._served, policy=self._name)
@@ -81,7 +79,6 @@ class GuestEngine:
 
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
         """Load a version as an adapter of its own; the frozen weights beside it where the server lacks them.
-
         Returns and raises as the engine at that server does."""
         return await self._host.load_weights(state, policy_version, self._here())
 

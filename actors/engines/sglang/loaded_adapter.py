@@ -22,9 +22,8 @@ class LoadedAdapter:
     """Version of the frozen weights under it, as the server names them."""
 
     def drew(self, generation: Generation) -> Generation:
-        """Return what a request for this adapter was answered, whose tokens are all of its version.
-
-        Raises `OtherWeightsError` where the server drew some of them with other weights under it."""
+        """Return what a request for this adapter was answered, whose tokens are all of its version. Raises
+        `OtherWeightsError` where the server drew some of them with other weights under it."""
         other = np.flatnonzero(generation.policy_versions != self.base_version)
         if len(other):
             raise OtherWeightsError(

@@ -19,9 +19,8 @@ from bus.errors import BusError, ConfigError, EngineError, StorageError, Weights
 from bus.waiting import bounded, left_s
 
 Load = Callable[[bool, float], Awaitable[int]]
-"""Has the server take weights, and drop what it cached if told so; returns their version.
-
-The second argument says until when, by the monotonic clock."""
+"""Has the server take weights, and drop what it cached if told so; returns their version. The second argument
+says until when, by the monotonic clock."""
 
 
 class Loading:
@@ -80,7 +79,6 @@ class Loading:
 
     async def published(self, config: SglangEngineConfig, published: Published) -> Load:
         """Return what the learner sends itself, or what it published. Raises `WeightsKeptError` for neither.
-
         All but the files is there, or given up, within `update_timeout_s`: the server goes on meanwhile."""
         end_s = time.monotonic() + config.update_timeout_s
         offer = await self._group.prepare(published, config.update_timeout_s)
@@ -114,9 +112,8 @@ class Loading:
             await self.taken()
 
     async def taken(self) -> None:
-        """The server has read what it was given: the files go, and their pages back to the system.
-
-        They alone, though a caller that is cancelled may have the next written meanwhile."""
+        """The server has read what it was given: the files go, and their pages back to the system. They
+        alone, though a caller that is cancelled may have the next written meanwhile."""
         await asyncio.to_thread(self.held.drop, self.held.files)
 
     async def close(self) -> None:

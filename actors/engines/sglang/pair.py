@@ -17,15 +17,8 @@ PAIRED = ("disaggregation_mode", "disaggregation_transfer_backend", "disaggregat
 
 
 def server_of(config: SglangEngineConfig, model: Path, log_file: Path, first_gpu: int) -> Server:
-    """Return what an engine is to start or find, as configured; not started.
-
-    Args:
-        config: the engine's settings.
-        model: a directory with config.json, of a server of our own.
-        log_file: what such a server prints.
-        first_gpu: the first GPU that is the engine's own, on CUDA.
-
-    Raises `ConfigError` for settings of a pair that the engine decides."""
+    """Return what an engine is to start or find, as configured; not started. Raises `ConfigError` for
+    settings of a pair that the engine decides."""
     pair = config.disaggregation
     if not pair.enabled:
         return (
@@ -43,9 +36,7 @@ def server_of(config: SglangEngineConfig, model: Path, log_file: Path, first_gpu
 
 def halves(config: SglangEngineConfig, first_gpu: int) -> tuple[SglangEngineConfig, SglangEngineConfig]:
     """Return the settings of the prefill and of the decode server of one pair, which has GPUs of its own on
-    CUDA.
-
-    Raises `ConfigError` for settings that make them a pair."""
+    CUDA. Raises `ConfigError` for settings that make them a pair."""
     pair, common = config.disaggregation, config.settings
     tables = [common | by_name(pair.prefill), common | by_name(pair.decode)]
     for given in tables:

@@ -38,11 +38,8 @@ ENDING_S = 20.0
 class _Asked:
     rid: str
     first: "asyncio.Task[Any]"
-    """What the prefill server says."""
     rest: "asyncio.Task[Any]"
-    """What the decode server says."""
     ended: bool = False
-    """Whether it was to end before its time."""
 
     @property
     def crossing(self) -> bool:
@@ -99,10 +96,9 @@ class PairClient(SglangClient):
         self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
         routing: Routing | None = None, streamed: Streamed | None = None, adapter: str = "",
     ) -> Generation:  # fmt: skip
-        """Continue a prompt, as `SglangClient.generate`.
-
-        One that is not across when weights change is `NOTHING`: it can be asked for again. One whose tokens
-        are of no certain version from some point on ends there."""
+        """Continue a prompt, as `SglangClient.generate`. One that is not across when weights change is
+        `NOTHING`: it can be asked for again. One whose tokens are of no certain version from some point on
+        ends there."""
         if self._paused:
             return NOTHING
         body = request_body(request, rid=rid, salt=salt, adapter=adapter) | self._room()
@@ -200,10 +196,8 @@ class PairClient(SglangClient):
         return {**self._meeting, "bootstrap_room": secrets.randbits(62) + 1}
 
     async def _handed_over(self) -> None:
-        """Return when no request is on its way from one server to the other.
-
-        Those that have not got across in time, since the decode server has no room for them or their prompts
-        are long, are ended at both."""
+        """Return when no request is on its way from one server to the other. Those that have not got across
+        in time, since the decode server has no room for them or their prompts are long, are ended at both."""
         if crossing := [asked.first for asked in self._asked.values() if asked.crossing]:
             await asyncio.wait(crossing, timeout=HAND_OVER_S)
         if unfinished := [asked for asked in self._asked.values() if asked.crossing]:
@@ -219,9 +213,8 @@ class PairClient(SglangClient):
 
 
 async def _answer(asked: _Asked, request: GenerationRequest) -> tuple[Generation, Mapping[str, Any]]:
-    """Return what both make of a request, and what the decode server says besides.
-
-    One that is ended before its first token is across fails at one of them or at both, and is `NOTHING`."""
+    """Return what both make of a request, and what the decode server says besides. One that is ended before
+    its first token is across fails at one of them or at both, and is `NOTHING`."""
     halves = asked.first, asked.rest
     await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
     if asked.ended:
@@ -242,7 +235,6 @@ async def _answer(asked: _Asked, request: GenerationRequest) -> tuple[Generation
 
 def joined(head: Generation, generation: Generation, request: GenerationRequest) -> Generation:
     """Return the decode server's answer, with the first token's version from the prefill server's, `head`.
-
     Raises `EngineError` when they do not have the same first token."""
     if not len(generation.token_ids):
         return generation

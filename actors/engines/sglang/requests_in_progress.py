@@ -35,9 +35,7 @@ class RequestInProgress:
 
     request: GenerationRequest
     policy: "ServedPolicy"
-    """The policy that it asks: one of those that the server serves."""
     rid: str
-    """Its name at the server."""
     sent: asyncio.Task[Generation] | None = None
     streamed: Streamed | None = None
     """Its tokens so far, of a server that hands them out."""
@@ -90,7 +88,6 @@ class RequestsInProgress:
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
         self._aborts: set[asyncio.Task[None]] = set()
         self._failed_under: Counter[ServedPolicy] = Counter()
-        """Requests of each policy at the server when that failed."""
 
     def __iter__(self) -> Iterator[RequestInProgress]:
         return iter(self._in_progress.values())
@@ -185,9 +182,8 @@ class RequestsInProgress:
     async def interrupt(
         self, timeout_s: float, *, only: Callable[[RequestInProgress], bool] | None = None
     ) -> None:
-        """Have the server end all, or `only` some, and hand out what it has drawn.
-
-        Raises `EngineError` as `drained` does."""
+        """Have the server end all, or `only` some, and hand out what it has drawn. Raises `EngineError` as
+        `drained` does."""
         begun = time.monotonic()
         while under_way := {
             flight: flight.sent

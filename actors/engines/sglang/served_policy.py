@@ -17,7 +17,6 @@ class ServedPolicy:
     version: int = -1
     """Version that new requests have, -1 before the first."""
     loads: int = 0
-    """Versions that the server has taken."""
     tokens_generated: int = 0
     """Number of tokens sampled for it since the start."""
     serving: asyncio.Event = field(default_factory=asyncio.Event)

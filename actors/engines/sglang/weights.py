@@ -31,10 +31,9 @@ FILE_BYTES = 1 << 30
 
 
 class HeldWeights:
-    """The newest weights of one engine, and the files in which a server reads them.
-
-    The tensors are those that it was given, not copies. Files exist from `write` on until `drop`:
-    they have what the server is to take. Beside it in `directory` lies the model's config."""
+    """The newest weights of one engine, and the files in which a server reads them. The tensors are those
+    that it was given, not copies. Files exist from `write` on until `drop`: they have what the server is to
+    take. Beside it in `directory` lies the model's config."""
 
     def __init__(self, model_dir: Path, parent: Path | None) -> None:
         parent = parent or (IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir()))
@@ -45,7 +44,6 @@ class HeldWeights:
         locked = try_lock(self._lock)
         assert locked  # nobody else knows this new directory
         self.source = model_dir
-        """Directory of the model that they are of."""
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.config: Mapping[str, Any] = json.loads((model_dir / "config.json").read_text())
@@ -76,18 +74,15 @@ class HeldWeights:
         )
 
     def keep(self, state: State, policy_version: int) -> None:
-        """Take the tensors, the first time all of them.
-
-        Raises `EngineError`, and takes none, when they are another model's, and `ConfigError` when the first
-        are in fp8 and the model is not, or the reverse."""
+        """Take the tensors, the first time all of them. Raises `EngineError`, and takes none, when they are
+        another model's, and `ConfigError` when the first are in fp8 and the model is not, or the reverse."""
         self._check(state)
         self._tensors.update(state)
         self.policy_version = policy_version
 
     def write(self, state: State) -> Path:
-        """Return a directory with files that hold these. Raises `ConfigError` when it has no room.
-
-        Files are made anew each time: a server may have those before mapped."""
+        """Return a directory with files that hold these. Raises `ConfigError` when it has no room. Files are
+        made anew each time: a server may have those before mapped."""
         if unknown := [name for name, tensor in state.items() if tensor.dtype not in NAMES]:
             dtype = state[unknown[0]].dtype
             raise EngineError(f"tensor {unknown[0]} is {dtype}, which no safetensors file can hold")
@@ -98,19 +93,17 @@ class HeldWeights:
         return self.directory
 
     def write_changes(self, state: State) -> Path | None:
-        """Return a file with the elements that these have anew, for a server that has what is held.
-
-        `None` where it would be large, or cannot be told: then `write` them.
-        Raises `EngineError` for another model's tensors, `ConfigError` when there is no room."""
+        """Return a file with the elements that these have anew, for a server that has what is held. `None`
+        where it would be large, or cannot be told: then `write` them. Raises `EngineError` for another
+        model's tensors, `ConfigError` when there is no room."""
         self._check(state)
         found = changes(self._tensors, state)
         return None if found is None else self._written(found)
 
     def write_whole(self, state: State) -> Path:
-        """Return a file with all of these, for a server whose nodes each write them in or end.
-
-        Of a directory that a node cannot read SGLang would say nothing: its ranks would go on with older
-        weights. Raises `ConfigError` when there is no room."""
+        """Return a file with all of these, for a server whose nodes each write them in or end. Of a directory
+        that a node cannot read SGLang would say nothing: its ranks would go on with older weights. Raises
+        `ConfigError` when there is no room."""
         return self._written(whole(state))
 
     def _written(self, found: Changes) -> Path:

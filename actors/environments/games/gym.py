@@ -14,9 +14,8 @@ from bus.errors import ConfigError
 
 
 class GymnasiumPlay:
-    """One episode of an environment, whose reward is the sum of what it gives at its steps.
-
-    A text that names no action ends the episode with what was won so far less 1."""
+    """One episode of an environment, whose reward is the sum of what it gives at its steps. A text that names
+    no action ends the episode with what was won so far less 1."""
 
     players = 1
     player = 0

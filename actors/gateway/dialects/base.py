@@ -20,7 +20,6 @@ MOST_CHOICES = 16
 FAILED = "Error"
 """Word before the answer of a tool that failed."""
 Shown = dict[str, JSON]
-"""A body of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,9 @@ class Dialect:
     parse: Callable[[bytes], Ask]
     """Read a request; raises `RefusedError`."""
     body: Callable[[Ask, Reply], Shown]
-    """Return the whole answer."""
     events: Callable[[Ask, Reply], Iterator[bytes]]
     """Yield the answer as server-sent events, to the last one."""
     error: Callable[[RefusedError], Shown]
-    """Return a refusal in the API's own shape."""
     error_event: Callable[[RefusedError], bytes]
     """Return a refusal for a stream that has begun."""
     keep_alive: bytes

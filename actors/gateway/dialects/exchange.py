@@ -69,7 +69,6 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     stop_text: str | None = None
-    """The text of the request's that ended it."""
     logprobs: tuple[tuple[str, float], ...] | None = None
     """Each sampled token with its nats, where they were asked for."""
     further: tuple["Reply", ...] = ()

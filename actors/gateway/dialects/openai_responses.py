@@ -206,7 +206,6 @@ class Continued:
     history: _History
     """What it goes on from, and its own items."""
     before: _Kept | None
-    """What it goes on from."""
     items: Sequence[_Item]
     """Items to keep with the answer; there are none where nothing is to be kept."""
     conversation: str | None
@@ -247,7 +246,6 @@ def _asked(request: _Request, history: _History) -> Ask:
 
 class KeptResponses:
     """The conversations behind the latest answers of a session, for requests that go on from one of them.
-
     Conversations share what they have in common, and of a request that goes on from the newest one only what
     is new is read."""
 
@@ -265,10 +263,8 @@ class KeptResponses:
 
     def read(self, raw: bytes, *, again: bool = False) -> Continued:
         """Return a request with all that it goes on from. One that comes `again` may do without, since it
-        gets the answer of the first time.
-
-        Raises `RefusedError` for a response or conversation that is not kept, and for a whole that is larger
-        than a body may be."""
+        gets the answer of the first time. Raises `RefusedError` for a response or conversation that is not
+        kept, and for a whole that is larger than a body may be."""
         request = parsed(_Request, raw)
         conversation, before = request.conversation_id, None
         if conversation is not None and request.previous_response_id is not None:

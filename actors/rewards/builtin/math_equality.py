@@ -13,9 +13,8 @@ def prepare() -> None:
 
 def equal(expected: str, found: str) -> bool:
     """Return whether two expressions in LaTeX or plain text are equal; one that means nothing equals none.
-
-    math_verify's own limits of time use SIGALRM, which C code does not heed: whoever calls kills the process.
-    """
+    math_verify's own limits of time use SIGALRM, which C code does not heed: whoever calls kills the
+    process."""
     from math_verify import parse, verify  # sympy takes a second, and the actor's own process needs none
 
     wanted, given = (parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (expected, found))

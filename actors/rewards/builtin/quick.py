@@ -22,9 +22,8 @@ def exact(answer: Answer) -> float:
 
 
 def last_number(answer: Answer) -> float:
-    """Score 1 when the last number in the text equals the label as a number: 1,200.50 is 1200.5.
-
-    Of a label such as GSM8K's, only what follows its last `####` counts."""
+    """Score 1 when the last number in the text equals the label as a number: 1,200.50 is 1200.5. Of a label
+    such as GSM8K's, only what follows its last `####` counts."""
     wanted, numbers = _label_number(answer), NUMBER.findall(answer.text)
     return float(bool(numbers) and _number(numbers[-1]) == wanted)
 
@@ -79,9 +78,8 @@ def exact_match(answer: Answer) -> float:
 
 
 def f1(answer: Answer) -> float:
-    """Score the harmonic mean of precision and recall of the words in the text, in [0, 1].
-
-    Words count as often as they occur. `yes`, `no` and `noanswer` are compared as a whole."""
+    """Score the harmonic mean of precision and recall of the words in the text, in [0, 1]. Words count as
+    often as they occur. `yes`, `no` and `noanswer` are compared as a whole."""
     text = normalised(without_reasoning(answer.text))
     return max(_f1(text, normalised(label)) for label in _labels(answer))
 
@@ -124,7 +122,6 @@ _GROUPED = re.compile(r"-?\d{1,3}(?:(?:,|\{,\})\d{3})+")
 
 def dapo(answer: Answer) -> Scored:
     """Score 1 if the last `Answer: ...` in the last 300 characters is the label, a whole number; else -1.
-
     What surrounds the number (`$`, boxes, spaces, separators of thousands, a unit, a full stop, an equation's
     left side) does not count. The part `accuracy` is 1 or 0."""
     label, found = str(_whole_label(answer)), _ANSWER.findall(answer.text[-LAST_CHARACTERS:])
@@ -252,8 +249,7 @@ def random_reward(answer: Answer) -> float:
 
 
 def length(answer: Answer) -> float:
-    """Prefer short answers: 1 for none, 1/2 for one of 16 tokens.
-
-    Characters stand for tokens where the answer does not tell how many it has."""
+    """Prefer short answers: 1 for none, 1/2 for one of 16 tokens. Characters stand for tokens where the
+    answer does not tell how many it has."""
     found = answer.token_count or len(answer.text)
     return HALF_LENGTH / (HALF_LENGTH + found)

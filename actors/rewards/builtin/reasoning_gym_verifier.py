@@ -1,7 +1,6 @@
-"""Runs the verifiers of reasoning-gym, in processes of their own that may be killed at any time.
-
-Some of them evaluate the answer as Python, whole or by sympy's `parse_expr`. Here nothing that an answer says
-is run: it could give itself any reward, and the answers after it."""
+"""Runs the verifiers of reasoning-gym, in processes of their own that may be killed at any time. Some of them
+evaluate the answer as Python, whole or by sympy's `parse_expr`. Here nothing that an answer says is run: it
+could give itself any reward, and the answers after it."""
 
 import ast
 import re

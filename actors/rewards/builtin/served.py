@@ -32,9 +32,8 @@ class Remote:
         self._endpoint = Endpoint(config.remote, what="reward remote")
 
     async def __call__(self, answer: Answer) -> Result:
-        """Return the number that the server answers, or its object's `reward` and the others as parts.
-
-        An object without `reward` has parts only. Status 202 says that the reward comes later. Raises
+        """Return the number that the server answers, or its object's `reward` and the others as parts. An
+        object without `reward` has parts only. Status 202 says that the reward comes later. Raises
         UnscoredError where the server refuses the answer, fails on it or is away."""
         reply = await self._endpoint.post(request_body(answer))
         return LATER if reply.status == ACCEPTED else _result(reply.body)
@@ -76,9 +75,8 @@ LOADING_S = 600.0
 
 
 class RewardModel:
-    """Scores answers with a model in this process, one after another, in a thread of its own.
-
-    The model is loaded when it is first needed."""
+    """Scores answers with a model in this process, one after another, in a thread of its own. The model is
+    loaded when it is first needed."""
 
     def __init__(self, config: RewardConfig) -> None:
         assert config.reward_model.path is not None, "settings refuse the reward without it"
@@ -89,10 +87,9 @@ class RewardModel:
         self._score: Callable[[Answer], float] | None = None
 
     async def __call__(self, answer: Answer) -> float:
-        """Return the score of the answer with its end, as the model was trained to read it.
-
-        Raises `RewardError` where it takes longer than `reward_timeout_s`, `ConfigError` for a directory that
-        has no such model."""
+        """Return the score of the answer with its end, as the model was trained to read it. Raises
+        `RewardError` where it takes longer than `reward_timeout_s`, `ConfigError` for a directory that has no
+        such model."""
         async with self._one_at_a_time:
             if self._score is None:
                 loading, what = lambda: scoring(self._path, self._device), f"loading {self._path}"

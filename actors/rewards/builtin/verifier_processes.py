@@ -31,9 +31,8 @@ def limit_memory() -> None:
 
 
 class VerifierProcesses:
-    """Runs functions in processes that start with the first call.
-
-    They are forked from a process that has `module` loaded, so that to replace a killed one is quick."""
+    """Runs functions in processes that start with the first call. They are forked from a process that has
+    `module` loaded, so that to replace a killed one is quick."""
 
     def __init__(self, *, processes: int, timeout_s: float, module: str, prepare: Callable[[], None]) -> None:
         self._processes = processes
@@ -43,10 +42,9 @@ class VerifierProcesses:
         self._pool: ProcessPool | None = None
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Return what a function of a module returns; raises what it raises.
-
-        Raises `TimeoutError` for a call that takes too long, `DiedError` for one that ends its process, and
-        `HostFaultError` where no process can be had, or something killed it."""
+        """Return what a function of a module returns; raises what it raises. Raises `TimeoutError` for a call
+        that takes too long, `DiedError` for one that ends its process, and `HostFaultError` where no process
+        can be had, or something killed it."""
         try:
             scheduled = self._started().schedule(
                 _contained, args=(function, arguments, named), timeout=self._timeout_s

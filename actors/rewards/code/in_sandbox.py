@@ -191,7 +191,6 @@ class Link:
         self.used = False
         """Whether it was asked for anything by what runs now."""
         self.raised: BaseException | None = None
-        """What it raised last."""
 
     def ask(self, *request: object) -> Any:
         """Return what the program answers; raises what it raised, and GoneError."""
@@ -291,9 +290,8 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def wanted_names(sources: list[str], entry: str | None) -> tuple[set[str], set[str]]:
-    """Return the names that tests need from elsewhere: of the program, and of modules that they forgot.
-
-    A name of Python's own is never the program's, which could otherwise put a comparison of its own in."""
+    """Return the names that tests need from elsewhere: of the program, and of modules that they forgot. A
+    name of Python's own is never the program's, which could otherwise put a comparison of its own in."""
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
@@ -365,7 +363,6 @@ def fault(error: BaseException) -> dict[str, str]:
 
 def run_tests() -> None:
     """Run the tests that standard input holds; write a line for each: true, false, or what is wrong with it.
-
     Where the program does not even begin there is no line, and all have failed."""
     given = json.load(sys.stdin)
     results = os.fdopen(os.dup(1), "w")

@@ -71,9 +71,8 @@ class CodeTests:
         await self._sandbox.close()
 
     async def _passed(self, program: str, tests: GivenTests) -> int:
-        """Return how many tests pass, of those up to the first that fails where all must pass.
-
-        Raises ToolError and BrokenTestsError."""
+        """Return how many tests pass, of those up to the first that fails where all must pass. Raises
+        ToolError and BrokenTestsError."""
         if not program.strip():
             return 0
         called = len(tests.calls) + len(tests.statements)
@@ -148,7 +147,6 @@ def program_in(text: str) -> str:
 
 def same_output(found: str, wanted: str) -> bool:
     """Return whether two outputs are equal line by line, but for spaces around words and blank last lines.
-
     Numbers are equal by value, as in LiveCodeBench (arXiv:2403.07974): 1.0 is 1."""
     ours, theirs = (text.rstrip().split("\n") for text in (found, wanted))
     if len(ours) != len(theirs):

@@ -1,5 +1,4 @@
 """IFBench's instructions about form and order (arXiv:2507.02833), and those that are questions of their own.
-
 Each is a function from a text to whether it follows, with the arguments of IFBench's data."""
 
 import csv

@@ -1,6 +1,5 @@
-"""IFBench's instructions about words and sentences (arXiv:2507.02833), with the arguments of its data.
-
-Each is a function from a text to whether it follows."""
+"""IFBench's instructions about words and sentences (arXiv:2507.02833), with the arguments of its data. Each
+is a function from a text to whether it follows."""
 
 # ruff: noqa: N803 - arguments are named as in the data of IFBench
 

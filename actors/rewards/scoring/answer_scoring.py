@@ -21,7 +21,6 @@ NOTHING: Mapping[str, Json] = MappingProxyType({})
 
 def answer_to(task: Task, text: str, finish_reason: FinishReason, *, token_count: int) -> Answer:
     """Return what a reward sees of an episode: the task, the text that answers it, and how that ended.
-
     `token_count` counts all tokens that the policy sampled, also those of earlier turns."""
     return Answer(
         task_id=task.task_id,

@@ -80,9 +80,8 @@ class BoundedCalls(Generic[Argument]):
 async def _run_in_thread(
     function: Callable[[Argument], object], arguments: Sequence[Argument], timeout_s: float | None
 ) -> list[Outcome]:
-    """Call the function with each argument in order in a new daemon thread.
-
-    Returns the outcomes. If a call takes longer than `timeout_s`, the list ends there with TimeoutError."""
+    """Call the function with each argument in order in a new daemon thread. Returns the outcomes. If a call
+    takes longer than `timeout_s`, the list ends there with TimeoutError."""
     loop, ended, outcomes = asyncio.get_running_loop(), asyncio.Event(), list[Outcome]()
     abandoned = threading.Event()
 

@@ -35,16 +35,7 @@ async def rescore(
     *,
     group_scorer: GroupScorer | None = None,
 ) -> None:
-    """Score a group's answers to `prompt`, adding to `into`. Raises `ConfigError` when they answer another.
-
-    Args:
-        group: single-turn trajectories, from the store.
-        prompt: the prompt of the group's lease.
-        chat: the run's tokenizer and chat template.
-        scorer: the new reward.
-        into: receives a score for each trajectory, or why there is none.
-        group_scorer: makes the final rewards of a group from those that its answers have alone.
-    """
+    """Score a group's answers to `prompt` into `into`. Raises `ConfigError` when they answer another."""
     trained = [trajectory for trajectory in group if trajectory.is_trained]
     answers = [answer_of(trajectory, prompt, chat) for trajectory in trained]
     left_out = [trajectory for trajectory in group if not trajectory.is_trained]
@@ -87,11 +78,8 @@ async def _final(
 
 
 def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answer:
-    """Return the answer that the actor's reward function got.
-
-    Raises `ConfigError` for a trajectory of another prompt, and for one of several turns, whose messages are
-    not stored.
-    """
+    """Return the answer that the actor's reward function got. Raises `ConfigError` for a trajectory of
+    another prompt, and for one of several turns, whose messages are not stored."""
     name = trajectory.trajectory_id
     task = Task.of(prompt, name)
     sampled = np.flatnonzero(trajectory.loss_mask)

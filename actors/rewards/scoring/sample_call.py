@@ -1,7 +1,6 @@
-"""Calls rewards with a sample answer before a run starts: one that never works is found at once.
-
-A reward of the user's own is called in another process, which ends with the call: what it loads, such as a
-model on a GPU, stays there."""
+"""Calls rewards with a sample answer before a run starts: one that never works is found at once. A reward of
+the user's own is called in another process, which ends with the call: what it loads, such as a model on a
+GPU, stays there."""
 
 import asyncio
 import json
@@ -46,10 +45,9 @@ class SampleCall:
 
 
 async def check_calls(calls: Sequence[SampleCall]) -> None:
-    """Call each reward, and the group reward with two answers.
-
-    Raises `ConfigError`, with the traceback, for a reward that raises, takes too long, or returns what is no
-    reward. A server that cannot be reached yet is logged only."""
+    """Call each reward, and the group reward with two answers. Raises `ConfigError`, with the traceback, for
+    a reward that raises, takes too long, or returns what is no reward. A server that cannot be reached yet is
+    logged only."""
     for call in calls:
         own = ":" in call.name or call.name == LARGE or call.config.group_reward is not None
         reason = await (_told_by_another_process(call) if own else failure(call))

@@ -78,10 +78,9 @@ class Scorer:
         return found.reward if isinstance(found, Scored) else found
 
     async def scored(self, answer: Answer) -> Scored | Late:
-        """Return the reward of an answer with its parts, or `LATER`; raises RewardError.
-
-        An answer on which the reward fails twice, and not on the label and the newest other answer, has the
-        lowest one. A reward that raises a RewardError itself says who is to blame."""
+        """Return the reward of an answer with its parts, or `LATER`; raises RewardError. An answer on which
+        the reward fails twice, and not on the label and the newest other answer, has the lowest one. A reward
+        that raises a RewardError itself says who is to blame."""
         others = [control_of(answer), *([] if self._newest is None else [self._newest])]
         found: Scored | Late | RewardError | Failure
         if self._lowest is None:
@@ -131,10 +130,8 @@ def _or_failure(outcome: object, check: Callable[[], Found]) -> Found | RewardEr
 
 
 def _is_to_blame(failure: Failure, newest: object) -> bool:
-    """Tell whether an answer is to blame for a failure.
-
-    The controls may be scored without a server that others need: while nothing else was scored, and `newest`
-    is None, nothing says that one is there."""
+    """Tell whether an answer is to blame for a failure. The controls may be scored without a server that
+    others need: while nothing else was scored, and `newest` is None, nothing says that one is there."""
     cause = failure.error.__cause__
     # that of a call which hangs is no sign of the host
     of_host = is_of_host(cause) and not isinstance(cause, TimeoutError)

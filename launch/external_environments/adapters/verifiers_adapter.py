@@ -1,7 +1,6 @@
 """Environments of verifiers: those with `load_environment` (verifiers 0.1), and tasksets (verifiers 0.4).
-
-Each leads its own episodes and scores them with its own code. A taskset that brings no harness is answered
-in this process, without a program for each episode."""
+Each leads its own episodes and scores them with its own code. A taskset that brings no harness is answered in
+this process, without a program for each episode."""
 
 import asyncio
 import importlib

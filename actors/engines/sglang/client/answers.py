@@ -1,5 +1,4 @@
 """What a server answers to /generate, at once or as a stream of events: checked, and read as a `Generation`.
-
 The tokens of a stream that have come stay when the server dies."""
 
 import json
@@ -175,9 +174,8 @@ def read_logprobs(
 
 
 def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) -> list[float]:
-    """Return the log-probs of the prompt's tokens but the first and those that stand for images.
-
-    Raises `EngineError` for another answer."""
+    """Return the log-probs of the prompt's tokens but the first and those that stand for images. Raises
+    `EngineError` for another answer."""
     try:
         pairs = answer["meta_info"]["input_token_logprobs"][1:]
     except (KeyError, TypeError) as error:
@@ -236,10 +234,9 @@ def _name(request: GenerationRequest) -> str:
 
 
 class Streamed:
-    """The tokens of one request so far.
-
-    SGLang says only at the end which of them are of which weights. Those that came before the first update in
-    mid-generation are of the version that it began with; later ones count when the whole answer is there."""
+    """The tokens of one request so far. SGLang says only at the end which of them are of which weights. Those
+    that came before the first update in mid-generation are of the version that it began with; later ones
+    count when the whole answer is there."""
 
     def __init__(self, request: GenerationRequest, policy_version: int) -> None:
         self._request = request
@@ -309,7 +306,6 @@ class Streamed:
 
 async def read_events(content: AsyncIterable[bytes]) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the JSON objects of a stream of server-sent events, until it says that it is over or breaks off.
-
     Raises EngineError for anything else."""
     held, searched = bytearray(), 0
     async for data in content:

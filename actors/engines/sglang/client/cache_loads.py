@@ -39,9 +39,8 @@ class CacheLoads:
 
 
 def read_loads(answer: Json, reading: int) -> KvTokens | None:
-    """Return the tokens in use and all there are, over all replicas; None where the server does not say.
-
-    The uncached tokens of waiting prompts count, since they are to be held next."""
+    """Return the tokens in use and all there are, over all replicas; None where the server does not say. The
+    uncached tokens of waiting prompts count, since they are to be held next."""
     try:
         loads = list(answer["loads"])
         used = sum(int(load["num_used_tokens"]) for load in loads)

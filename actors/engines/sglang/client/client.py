@@ -81,7 +81,6 @@ class SglangClient:
         self.url = url.rstrip("/")
         self._session = session
         self._generating = generating
-        """Has the requests to generate."""
         self.work_counts = WorkCounts()
 
     @classmethod
@@ -102,9 +101,8 @@ class SglangClient:
         await self._generating.close()
 
     async def facts(self, meeting: Json | None = None) -> ServerFacts:
-        """Ask what the server is and can do, one token included; refuses what is not SGLang.
-
-        Half of a pair is refused too without `meeting`: what its requests say of the other half."""
+        """Ask what the server is and can do, one token included; refuses what is not SGLang. Half of a pair
+        is refused too without `meeting`: what its requests say of the other half."""
         model = await self._call("GET", "/model_info")
         server = await self._call("GET", "/server_info")
         if "weight_version" not in model or "version" not in server:
@@ -141,9 +139,8 @@ class SglangClient:
         self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
         routing: Routing | None = None, streamed: Streamed | None = None, adapter: str = "",
     ) -> Generation:  # fmt: skip
-        """Continue a prompt; requests with another `salt` or `adapter` share no cached prefix with it.
-
-        With `streamed` the server is asked for tokens as it draws them, and they are put there. Raises
+        """Continue a prompt; requests with another `salt` or `adapter` share no cached prefix with it. With
+        `streamed` the server is asked for tokens as it draws them, and they are put there. Raises
         `AdapterMissingError` when it has no such adapter, and `RequestRefusedError` for what never fits."""
         body = request_body(request, rid=rid, salt=salt, adapter=adapter)
         try:
@@ -206,10 +203,8 @@ class SglangClient:
     async def load_files(
         self, directory: Path, policy_version: int, *, flush: bool, timeout_s: float
     ) -> None:
-        """Take the weights in a directory's safetensors files.
-
-        Unless generation is paused, it waits for the end of what is in flight. Without `flush` the cached
-        prefixes stay."""
+        """Take the weights in a directory's safetensors files. Unless generation is paused, it waits for the
+        end of what is in flight. Without `flush` the cached prefixes stay."""
         body = {"model_path": str(directory), "load_format": "auto", **_update(policy_version, flush=flush)}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -222,9 +217,8 @@ class SglangClient:
         flush: bool,
         timeout_s: float,
     ) -> None:
-        """Take tensors from the bodies of requests, one for each bucket; the last sets the version.
-
-        All of it takes no longer than `timeout_s`."""
+        """Take tensors from the bodies of requests, one for each bucket; the last sets the version. All of it
+        takes no longer than `timeout_s`."""
         async with bounded(timeout_s, f"{self.url} did not take all tensors"):
             waiting = list(buckets)
             async with self.updating(facts, timeout_s):

@@ -23,9 +23,8 @@ def score_request(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> Ge
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: str = "") -> Json:
-    """Return what /generate wants for a request, which an adapter of that name is to answer, if any.
-
-    Its images are as `SentImages.prepared` has made them."""
+    """Return what /generate wants for a request, which an adapter of that name is to answer, if any. Its
+    images are as `SentImages.prepared` has made them."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     most_kept = min(sampling.top_k or MOST_KEPT, MOST_KEPT) if sampling.records_kept else sampling.top_k

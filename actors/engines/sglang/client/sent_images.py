@@ -28,7 +28,6 @@ REMEMBERED_BYTES = 64 << 20
 """Encoded images that are kept: siblings, and all turns of an episode, show the same ones."""
 
 PNG_END = 12
-"""Bytes of the chunk that ends a PNG."""
 ENCODED_END = 20
 """Characters that encode the last 13 to 15 bytes: that chunk, and what is before it of their threes."""
 STEP_BYTES = 3 << 18
@@ -50,7 +49,6 @@ class SentImages:
 
     async def prepared(self, request: GenerationRequest) -> GenerationRequest:
         """Return a request with what the server gets, PNGs in base64, in place of the bytes of its images.
-
         Raises `RequestRefusedError` for an image that it could not get as the learner reads it."""
         if not request.images:
             return request
@@ -100,10 +98,9 @@ def _refuse_others(request: GenerationRequest, shown_ids: Set[int]) -> None:
 
 
 def image_fields(request: GenerationRequest, salt: str) -> dict[str, Any]:
-    """Return what /generate wants for a request with images: `salt` is another for other weights.
-
-    Images are base64 in bytes, as `as_json` wants them. In the prompt one token stands for each, which the
-    server repeats."""
+    """Return what /generate wants for a request with images: `salt` is another for other weights. Images are
+    base64 in bytes, as `as_json` wants them. In the prompt one token stands for each, which the server
+    repeats."""
     tokens = [int(token) for token in _each_once(request.token_ids, request.images)]
     if not request.images:
         return {"input_ids": tokens}

@@ -48,7 +48,6 @@ class ServerFacts:
     settings: tuple[Mapping[str, Any], ...]
     """All of its own, of both servers of a pair."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where its weights are."""
     replicas: int = 1
     """Sets of such ranks, each with a copy of the model or a stage of it."""
     speculation: str = ""
@@ -72,7 +71,6 @@ class ServerFacts:
 
     def warn_of_silence_of_versions(self, pause: str) -> None:
         """Log it where answers do not say which weights drew a token: an update ends what is under way.
-
         `pause` is what the configuration wants of it."""
         if not self.reports_spans and pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self.version, pause="interrupt")
@@ -106,7 +104,6 @@ class ServerFacts:
 
     def refuse_stored_prefixes(self, pause: str, url: str) -> None:
         """Raise `ConfigError` where the server at `url` may find keys and values of older weights in storage.
-
         `pause` is what an update does to requests: with `retract` they go on under the salt they have."""
         for server in self.settings:
             storage = next((name for name in STORAGES if server.get(name)), "")
@@ -178,9 +175,6 @@ def drafts(server: Mapping[str, Any]) -> bool:
 
 def own_draft(server: Mapping[str, Any]) -> bool:
     """Return whether its draft model has a checkpoint of its own; else it has a part of the policy's, and
-    moves on.
-
-    Args:
-        server: its own settings, as /server_info has them: the paths are those that it was started with."""
+    moves on."""
     path = server.get("speculative_draft_model_path")
     return drafts(server) and path not in (None, "", server.get("model_path"))

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 log = logging.getLogger(__name__)
 GAPS, VALUES, WHOLE = "gaps.", "values.", "whole."
-"""How tensors of a file are called: of all elements of a dtype together, and those that it has whole.
-
-A gap is how many elements lie between an element and the one before it in its flattened tensor: 16 bits
-without a sign, in an int16."""
+"""How tensors of a file are called: of all elements of a dtype together, and those that it has whole. A gap
+is how many elements lie between an element and the one before it in its flattened tensor: 16 bits without a
+sign, in an int16."""
 GAP_BITS = 0xFFFF
 CHANGES = "changes"
 """Key in the file's metadata: its JSON gives name, shape and number of elements of each tensor by dtype."""
@@ -42,7 +41,6 @@ Entry = tuple[str, list[int], int]
 
 def apply_2(model: Any, named_tensors: Sequence[Named]) -> None:
     """Have the model take a file in the second form there is, whose path is the only tensor: its bytes.
-
     Raises `RuntimeError` when a NaN got into a parameter: then the model writes weights in another way than
     by copying them, and the server has to be given all of them."""
     [(_, path)] = named_tensors
@@ -123,9 +121,8 @@ def _of_part(part: Sequence[Entry], gaps: torch.Tensor, values: torch.Tensor) ->
 
 
 def _positions(gaps: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """int64 [N], where the elements lie in their tensors, of which each has so many: all at once.
-
-    For a single tensor, which may be a large one, it is made in one piece of memory."""
+    """int64 [N], where the elements lie in their tensors, of which each has so many: all at once. For a
+    single tensor, which may be a large one, it is made in one piece of memory."""
     positions = gaps.long().bitwise_and_(GAP_BITS).add_(1).cumsum_(0).sub_(1)
     if len(counts) == 1 or not len(positions):
         return positions
@@ -150,9 +147,8 @@ def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 class _NanChangesNothing(TorchFunctionMode):
-    """While it is entered, copying a NaN by `Tensor.copy_` or `tensor[...] = ` leaves what is there.
-
-    What PyTorch's own code copies it does not see: a NaN that gets in by that is found in the end.
+    """While it is entered, copying a NaN by `Tensor.copy_` or `tensor[...] = ` leaves what is there. What
+    PyTorch's own code copies it does not see: a NaN that gets in by that is found in the end.
     `TorchDispatchMode` would see it, and takes longer over all that is called meanwhile."""
 
     def __torch_function__(

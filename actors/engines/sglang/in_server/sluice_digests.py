@@ -1,7 +1,6 @@
-"""Runs in SGLang's process, as a custom weight loader: checks the tensors that a learner broadcasts.
-
-SGLang gives what it receives to the model's own `load_weights`, which is replaced until all that was offered
-has come. Imports nothing of Sluice."""
+"""Runs in SGLang's process, as a custom weight loader: checks the tensors that a learner broadcasts. SGLang
+gives what it receives to the model's own `load_weights`, which is replaced until all that was offered has
+come. Imports nothing of Sluice."""
 
 import hashlib
 import json
@@ -36,9 +35,8 @@ EXPECT = f"sluice_digests.{expect_1.__name__}"
 
 
 def _load_checked(model: Any, digests: dict[str, str], weights: Iterable[Named]) -> Any:
-    """Load tensors whose digests are the announced ones.
-
-    Raises `ValueError` before any is loaded where one has another digest, on all ranks: SGLang answers so."""
+    """Load tensors whose digests are the announced ones. Raises `ValueError` before any is loaded where one
+    has another digest, on all ranks: SGLang answers so."""
     began, named = time.perf_counter(), list(weights)
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "digests") as pool:  # one is hashed while the next leaves the device

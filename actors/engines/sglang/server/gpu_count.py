@@ -10,11 +10,6 @@ Settings = Mapping[str, SglangSetting]
 
 def base_gpu_id(given: Settings, first_gpu: int) -> int:
     """Return the first GPU of a server: that of the user's settings, or else the one it is planned for.
-
-    Args:
-        given: the user's settings by SGLang's names.
-        first_gpu: the first GPU that no other engine of the process has.
-
     Raises `ConfigError` for a setting that is no number."""
     return size(given, "base_gpu_id") if given.get("base_gpu_id") is not None else first_gpu
 
@@ -29,9 +24,7 @@ def gpus(given: Settings) -> int:
 
 def gpus_of_engine(engine: EngineSettings) -> int:
     """Return how many an engine uses in all, which may be a pair of servers; none where the actor starts no
-    server.
-
-    Raises `ConfigError` for a size that is no number."""
+    server. Raises `ConfigError` for a size that is no number."""
     if not engine.starts_servers:
         return 0
     common, pair = engine.servers.settings, engine.servers.disaggregation

@@ -22,7 +22,6 @@ REMEDY = (
 
 async def learners_kernels(engine: EngineConfig, learner: Mapping[str, str]) -> dict[str, str]:
     """Return the versions of packages that a server with these settings has; none for other arithmetic.
-
     `learner` has those of the learner, by the name of the package. Raises `ConfigError` where they differ."""
     if not tells_unscaled_logprobs(engine):
         return {}

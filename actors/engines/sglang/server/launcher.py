@@ -1,6 +1,5 @@
-"""Starts SGLang with settings that its own command line is asked for first.
-
-Run by the interpreter of SGLang's environment, as a file: it imports nothing of Sluice."""
+"""Starts SGLang with settings that its own command line is asked for first. Run by the interpreter of
+SGLang's environment, as a file: it imports nothing of Sluice."""
 
 import argparse
 import difflib
@@ -51,10 +50,9 @@ def _lays_out_anew(settings: Mapping[str, object]) -> bool:
 
 
 def _end_with_stdin() -> None:
-    """Leave a process behind that kills this whole process group when standard input closes.
-
-    Its other end is held by the process that started us, so this is when that one dies, however it does. The
-    kernel's own signal for this would miss schedulers that are starting up just then."""
+    """Leave a process behind that kills this whole process group when standard input closes. Its other end is
+    held by the process that started us, so this is when that one dies, however it does. The kernel's own
+    signal for this would miss schedulers that are starting up just then."""
     if os.fork() == 0:
         while os.read(0, 4096):
             continue

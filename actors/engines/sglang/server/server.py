@@ -1,6 +1,5 @@
-"""The server of an engine: a child process of our own, or a URL that somebody else keeps alive.
-
-A child process has a log file and never outlives this process."""
+"""The server of an engine: a child process of our own, or a URL that somebody else keeps alive. A child
+process has a log file and never outlives this process."""
 
 import asyncio
 import json
@@ -67,9 +66,8 @@ def _is_member(process: psutil.Process, group: int) -> bool:
 
 
 class ServerProcess:
-    """One server and all of its processes: they are a process group, which ends as one.
-
-    It also ends when this process dies, however that does."""
+    """One server and all of its processes: they are a process group, which ends as one. It also ends when
+    this process dies, however that does."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
         self._process = process
@@ -124,9 +122,8 @@ class ServerProcess:
             self._log_start = 0
 
     async def kill(self) -> None:
-        """End all of its processes at once: it keeps nothing that would be worth a farewell.
-
-        Returns when they are gone, since the next server needs the GPU memory that they held."""
+        """End all of its processes at once: it keeps nothing that would be worth a farewell. Returns when
+        they are gone, since the next server needs the GPU memory that they held."""
         with suppress(ProcessLookupError):  # all of them have ended by themselves
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
@@ -253,10 +250,9 @@ class AttachedServer:
         return SglangClient.connect(self._config.url)
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when it answers; it may be starting, or starting again.
-
-        An actor that was killed in an update left that open, so that no other could begin, and the server
-        paused, so that it would generate nothing."""
+        """Return when it answers; it may be starting, or starting again. An actor that was killed in an
+        update left that open, so that no other could begin, and the server paused, so that it would generate
+        nothing."""
         deadline = time.monotonic() + self._config.start_timeout_s
         waiting = False
         while True:

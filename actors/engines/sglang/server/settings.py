@@ -1,5 +1,4 @@
 """What a SGLang server of our own is started with: where its Python is, its settings and its environment.
-
 SGLang checks its settings against each other. Settings that it would accept and a run would suffer from are
 refused here."""
 
@@ -98,17 +97,8 @@ def device_of(given: Settings) -> str:
 def server_settings(
     config: SglangEngineConfig, model: Path, *, host: str, port: int, first_gpu: int
 ) -> dict[str, SglangSetting]:
-    """Return every setting of a server for the model in a directory.
-
-    Args:
-        config: the engine's settings; its `server` table has the last word.
-        model: a directory with config.json; weights come later, it starts with arbitrary ones.
-        host: address to listen on.
-        port: where to listen.
-        first_gpu: the first GPU that is its own, on CUDA.
-
-    Raises `ConfigError` for settings that the engine decides or a run suffers from, and for a model without
-    architectures."""
+    """Return every setting of a server for the model in a directory. Raises `ConfigError` for settings that
+    the engine decides or a run suffers from, and for a model without architectures."""
     given = chosen(config)
     device = device_of(given)
     refuse_unfit(config, given, device)
@@ -148,7 +138,6 @@ def _nodes(config: SglangEngineConfig) -> Settings:
 
 def server_environment(config: SglangEngineConfig, settings: Settings, python: Path) -> dict[str, str]:
     """Return this process's variables as a server needs them; those of the configuration have the last word.
-
     One is left out unless `python` is this process's own: PYTHONPATH names packages of its environment."""
     shared = python == Path(sys.executable)
     inherited = {name: value for name, value in os.environ.items() if shared or name != "PYTHONPATH"}
@@ -176,12 +165,7 @@ def _dtype(model: Path) -> str:
 
 
 def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> None:
-    """Raise `ConfigError` for settings with which rollouts would be wrong or could not begin.
-
-    Args:
-        config: the engine's settings.
-        given: its `server` table by SGLang's names.
-        device: which the server will use."""
+    """Raise `ConfigError` for settings with which rollouts would be wrong or could not begin."""
     for name, reason in NEEDS_CUDA.items():
         if device == "cpu" and is_on(given.get(name)):
             raise _refusal(given, name, f"needs a GPU, this server is on the CPU: {reason}")
@@ -205,13 +189,7 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
 
 def refuse_packing(given: Settings, device: str, environment: Mapping[str, str], model: Path) -> None:
     """Raise `ConfigError` where SGLang would pack quantised weights for its kernels, and take no second
-    version.
-
-    Args:
-        given: the `server` table by SGLang's names.
-        device: which the server will use.
-        environment: its variables.
-        model: directory whose weights are quantised."""
+    version."""
     if device == "cpu":
         raise _packed(model, "on the CPU")
     if environment.get(FORCES_PACKING, "").lower() in ("1", "true", "yes", "y"):
@@ -253,9 +231,8 @@ def _packed(model: Path, where: str) -> ConfigError:
 
 def added(given: Settings) -> dict[str, SglangSetting]:
     """Return the settings that follow from the user's: a draft model is read from its files, the policy comes
-    later.
-
-    Where the server leaves its device, as with colocation, it keeps the draft: nobody sends that again."""
+    later. Where the server leaves its device, as with colocation, it keeps the draft: nobody sends that
+    again."""
     if "speculative_draft_model_path" not in given:
         return {}
     leaves = is_on(given.get("enable_memory_saver"))

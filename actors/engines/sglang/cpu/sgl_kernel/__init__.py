@@ -1,6 +1,5 @@
-"""Stands in for SGLang's kernels on a CPU that they are not built for: each raises by name when called.
-
-The `torch_native` attention and `pytorch` sampling back ends call none of them."""
+"""Stands in for SGLang's kernels on a CPU that they are not built for: each raises by name when called. The
+`torch_native` attention and `pytorch` sampling back ends call none of them."""
 
 from typing import NoReturn
 
