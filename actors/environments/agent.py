@@ -39,7 +39,6 @@ from bus.waiting import cancelled, ended_before, set_within
 log = structlog.get_logger()
 NO_SESSION = "a-verifier-has-no-session"
 """API key in a verifier's environment: it asks the policy nothing."""
-
 SIGNALLED_S = 0.2
 """Time in which an actor hears of the signal that ends it. Its programs may have ended by the same one."""
 LONG_WAIT_S = 30.0

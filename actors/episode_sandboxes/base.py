@@ -17,11 +17,9 @@ WORKSPACE = "/workspace"
 FILE_TIMEOUT_S = 60.0
 LARGEST_FILE = 1 << 26
 LARGEST_SNAPSHOT = 1 << 32
-
 GATEWAY_PORT = 41811
 """Port of its loopback at which a sandbox finds the gateway, where connections are brought there."""
 NEAR = f"http://127.0.0.1:{GATEWAY_PORT}"
-
 CommandEnd = Literal["exited", "time", "memory", "output"]
 """How a command ended: by itself, at its limit of time, with all processes of the sandbox at the limit of
 memory, or at the limit of its output."""

@@ -44,7 +44,6 @@ mkdir -p "$0" && [ -w "$0" ] || echo "$0"
 for name; do command -v "$name" > /dev/null || echo "$name"; done
 """
 BEGIN = 'mkdir -p "$0"; setsid sh -c "$@" > /dev/null 2>&1 < /dev/null &'
-
 KEEP = """
 echo $$ > "$0/run"
 limit=$1 seconds=$2; shift 2

@@ -34,7 +34,6 @@ REWARD_FAULT = "reward_fault"
 LONGEST_FAULT = 500
 FAULT_FRACTION = "rollout/reward_fault_fraction"
 """Metric of an episode: 1 where it has the lowest reward since it could not be scored, else 0."""
-
 AWAY_OR_FULL = (ConnectionError, MemoryError, TimeoutError, gaierror)
 NUMBERS = frozenset((
     errno.EAGAIN, errno.EDQUOT, errno.EHOSTUNREACH, errno.EIO, errno.EMFILE, errno.ENETUNREACH, errno.ENFILE,

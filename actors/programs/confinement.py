@@ -16,14 +16,11 @@ from actors.sandboxes.system_calls import install_filter, without_keys
 
 PRIVATE = ("/tmp", "/dev/shm")
 """Directories in whose place a program has empty ones of its own that it may write."""
-
 COVER_BYTES = 1 << 20
 """Size of the empty directories in the place of those that are covered, which a program may fill."""
-
 DEVICES = ("full", "null", "random", "tty", "urandom", "zero", "dri", "kfd", "nvidia*")
 """Devices of /dev that a program finds, GPUs included. A disk would show all files to a program of root's,
 and a terminal what is typed there."""
-
 DAEMONS = (
     "/run/dbus", "/run/systemd/private", "/run/user", "/run/docker.sock", "/run/podman", "/run/containerd",
 )  # fmt: skip

@@ -35,7 +35,6 @@ class Later(Enum):
 LATER = Later.LATER
 """The reward of this answer comes later, by `launch reward` or `storage.client.rewards.give_reward`."""
 Late = Literal[Later.LATER]
-
 Result = float | Mapping[str, float] | Scored | Late
 """What a reward returns: a finite number, its parts by name, both, or `LATER`."""
 Reward = Callable[[Answer], Result | Awaitable[Result]]

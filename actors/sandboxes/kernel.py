@@ -15,10 +15,8 @@ CLONE_NEWIPC: Final = 0x08000000
 CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWPID: Final = 0x20000000
 CLONE_NEWNET: Final = 0x40000000
-
 LIKELIEST_TO_BE_KILLED: Final = "1000"
 """Score by which the kernel picks what to kill when memory is short: a program goes before the actor."""
-
 MS_RDONLY: Final = 0x1
 MS_NOSUID: Final = 0x2
 MS_NODEV: Final = 0x4
@@ -36,13 +34,11 @@ _MOVE_MOUNT_F_EMPTY_PATH = 4
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
 _MNT_DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _PR_SET_CHILD_SUBREAPER = 36
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 63
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

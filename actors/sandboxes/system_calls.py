@@ -12,7 +12,6 @@ from typing import Final
 
 MACHINES: Final = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """What the kernel calls an architecture, and its column in `DENIED`."""
-
 DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
     # programs and other processes
     "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117), "kcmp": (312, 272),
@@ -60,7 +59,6 @@ _FIRST_UNKNOWN = 470
 """Numbers from here on, which this file has not seen, do not exist for a program (ENOSYS)."""
 _NEW_NAMESPACES = 0x7E020080
 """Flags of clone that make namespaces."""
-
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16

@@ -30,20 +30,15 @@ class SamplingConfig(Config):
 
     temperature: float = Field(1.0, gt=0)
     """Divisor of logits before the softmax; the learner's log-probs use the same value."""
-
     top_p: float = Field(1.0, gt=0, le=1)
     """Probability mass of the likeliest tokens that are kept; 1 keeps all, as the learner assumes."""
-
     top_k: int = Field(0, ge=0)
     """Number of the likeliest tokens that are kept; 0 keeps all, as the learner assumes."""
-
     min_p: float = Field(0.0, ge=0, lt=1)
     """Least probability of the tokens that are kept, as a fraction of the likeliest one's; 0 keeps all."""
-
     keep_masks: bool = False
     """Record which tokens were kept where some are cut off, so that the learner computes log-probs over the
     same ones; at most 1024 are kept then. An SGLang server has to return sampling masks, as 0.5.23 does."""
-
     max_new_tokens: int = Field(512, ge=1)
     """Upper bound on a completion in tokens; one that reaches it ends with finish reason `length`."""
 
@@ -75,16 +70,12 @@ class PluginEnvironmentConfig(EnvironmentSettings, UnfinishedConfig):
 
     type: Literal["plugin"]
     built_by: ClassVar[str] = "actors.environments.plugin:plugin_environment"
-
     environment: str
     """Class of the environment, as `my_pkg.my_module:Class`."""
-
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment, which its nested class `Settings` declares."""
-
     rollout_timeout_s: float = Field(7200.0, gt=0)
     """Longest time that a rollout, or the rewards of a group, may take before it ends as `timeout`."""
-
     agents: tuple[str, ...] = ()
     """Names of all its agents, by which a start finds an agent of `policies` that does not exist. Without
     them nothing is checked."""
@@ -113,7 +104,6 @@ class NamedEnvironmentConfig(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")
     """Name by which it is chosen: letters, digits, - and _."""
-
     environment: EnvironmentConfig
     """Environment, with its reward."""
 
@@ -123,68 +113,50 @@ class ActorsConfig(Config):
 
     engine: EngineConfig = EmbeddedEngineConfig()
     """Engine that generates tokens."""
-
     fleet: FleetConfig = FleetConfig()
     """How many such engines there are, how requests are spread, and what happens to one that fails."""
-
     environment: EnvironmentConfig = SingleTurnConfig()
     """Environment of a rollout, with its reward."""
-
     environments: tuple[NamedEnvironmentConfig, ...] = ()
     """Further environments. A source of prompts, an evaluation set or a prompt's metadata choose one of them
     by its name instead of `environment`."""
-
     opponents: dict[str, OpponentConfig] = Field(default_factory=dict)
     """Frozen policies that environments may ask beside the policy, by name."""
-
     evaluation: EvaluatorConfig = EvaluatorConfig()
     """How the actor answers held-out prompts."""
-
     weights: PeerConfig = PeerConfig()
     """How the actor passes weights on to others; it applies where the learner publishes over HTTP."""
-
     group_filter: str = "none"
     """Filter of groups that are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""
-
     group_limits: GroupLimitsConfig = GroupLimitsConfig()
     """Bounds on rewards and lengths of groups that are trained on, which apply before the filter."""
-
     retries: RetriesConfig = RetriesConfig()
     """How often a rollout that something around the policy failed is repeated."""
-
     failures: FailureLimitsConfig = FailureLimitsConfig()
     """Failures of rewards and environments at which the run ends."""
-
     interruption: InterruptionConfig = InterruptionConfig()
     """What becomes of rollouts that go on when the actor ends."""
-
     groups_at_once: int = Field(64, ge=1)
     """Most prompt leases that this process rolls out at the same time."""
-
     share_after_s: float | None = Field(5.0, ge=0)
     """Time after its end at which a rollout is stored though others of its group still run, so that an
     actor's death costs only unfinished ones. `None` hands over complete groups only."""
-
     tool_calls: Literal[
         "auto", "command", "deepseek", "gemma4", "glm45", "harmony", "hermes", "invoke", "jamba", "kimi",
         "lfm2", "lfm2_plain", "llama3", "mistral", "nemotron", "olmo3", "phi4", "qwen3_coder",
     ] = "auto"  # fmt: skip
     """How the model writes tool calls; with `auto` the chat template writes some, and what reads them is
     taken."""
-
     mask_older_versions: int | None = Field(None, ge=0)
     """Policy versions that a token may lag the newest token of its trajectory and still be trained on. Older
     tokens are masked, and recorded as such. `None` trains on all; the correction weighs them."""
-
     mask_older_kv: bool = False
     """Whether tokens are left out of training that were sampled over keys and values of older weights than
     their own: those of a generation that an update interrupted and that went on with what it had computed.
     Otherwise the correction weighs them, like all tokens, by the log-probs that they were drawn with."""
-
     probe_bound_nats: float = Field(0.1, gt=0)
     """Mean difference a token between an engine and the learner, on the probe of a version that both have,
     above which the actor gives an alarm. In bfloat16 it is a few hundredths, in float32 below 1e-4."""
-
     patience_s: float = Field(600.0, gt=0)
     """Longest time that a starting actor waits for the learner's first policy version."""
 

@@ -24,36 +24,27 @@ class IsolationConfig(Config):
 
     required: bool = False
     """Whether the actor refuses to start where the host allows no namespaces."""
-
     network: Literal["gateway", "host"] = "gateway"
     """What a program reaches over the network: the gateway alone, or all that the host reaches. The second
     includes a bus on this host, which without credentials believes everybody."""
-
     user: str | None = None
     """User that programs run as, by name or number, where the actor runs as root; `None` is the actor's own
     user. The user must be able to read the program and its interpreter."""
-
     readable: tuple[Path, ...] = ()
     """Files and directories that a program may read although they lie below /tmp, or in a directory that is
     hidden. It sees a /tmp of its own otherwise."""
-
     writable: tuple[Path, ...] = ()
     """Files and directories that a program may write besides its own directory and /tmp."""
-
     hidden: tuple[Path, ...] = ()
     """Files and directories that a program does not see, besides runs, prompts, caches of data sets and the
     credentials that this actor knows of."""
-
     cpu_s: int = Field(3600, ge=1)
     """Processor time of each process of a program."""
-
     memory_mb: int = Field(8192, ge=64)
     """Memory of all processes of a program together, in MiB. It is also the most that one of them may ask for
     as data."""
-
     processes: int = Field(4096, ge=4)
     """Processes and threads of a program at a time."""
-
     file_mb: int = Field(4096, ge=1)
     """Largest file that a program may write, in MiB, and the size of its /tmp, which is kept in memory."""
 
@@ -84,16 +75,13 @@ class AgentTaskConfig(EnvironmentSettings, RewardConfig):
     """Environments whose agents ask the policy by HTTP, and may show it what they read in their tasks."""
 
     finishes_after_stop: ClassVar[bool] = True
-
     shown_metadata: tuple[str, ...] = ()
     """Fields of a prompt's metadata that an agent which is not paid by itself finds in its task. It finds no
     other one: rewards and verifiers of your own may know the answer by any field."""
-
     failed_reward: Finite | None = None
     """Reward of an episode whose program or client fails or runs out of time after it has asked the policy.
     `None`: `unfinished_reward` where a program of one task failed and others ended well; else the episode is
     not trained."""
-
     gateway: GatewayConfig = GatewayConfig()
     """HTTP server by which the policy is asked."""
 
@@ -118,56 +106,43 @@ class AgentConfig(AgentTaskConfig):
 
     type: Literal["agent"] = "agent"
     built_by: ClassVar[str] = "actors.environments.long_lived_agent:agent_environment"
-
     command: str
     """Command of the program, such as `python my_agent.py`. No shell reads it; a word `{python}` stands for
     the Python that runs Sluice."""
-
     verifier: str | None = None
     """Command of the program that posts the reward of an episode, once nothing of the agent's program is
     left. It reads one JSON object on its standard input: the task with its label, the last `answer`, the
     `directory` that the agent worked in, and the `reward_url`."""
-
     program_owns_reward: bool = False
     """Whether the agent's program posts its reward itself. It then reads one JSON object with the `label` and
     the `reward_url` on its standard input, which what it starts cannot read again. Leave it off where the
     policy runs code in that program's own process."""
-
     isolation: IsolationConfig = IsolationConfig()
     """What a program may reach and use."""
-
     sandbox: ProgramSandboxes | None = None
     """Sandboxes, such as containers, in which programs run in place of this host's namespaces. Files that the
     command names are copied there. `None` runs them on the host, as `isolation` says."""
-
     long_lived: bool = False
     """Whether a program takes tasks from SLUICE_TASKS_URL, many at once and one after the other, until it is
     ended. Without it a program is started for each task."""
-
     packages: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...] = ()
     """Packages that the program imports from the Python that runs Sluice: without them nothing starts."""
-
     program_timeout_s: float = Field(600.0, gt=0)
     """Longest time that an episode may take; then it fails, and its program is ended. A long-lived program
     goes on, unless it took no task for so long although it had none."""
-
     programs_at_once: int | None = Field(None, ge=1)
     """Most programs that run at the same time; further episodes wait. `None` means 32, or one that is
     long-lived."""
-
     heldout_programs_at_once: int | None = Field(None, ge=1)
     """Most programs of held-out tasks that run beside those, so that neither waits for the other. `None`
     means a quarter as many. A long-lived program gets held-out tasks as every fifth of its tasks, while it
     has others."""
-
     variables: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program, besides those that it inherits of the actor and those by which
     it finds the policy. They are kept in the run's record."""
-
     inherited_variables: tuple[str, ...] = ()
     """Names of further environment variables of the actor that the program inherits, besides those of paths,
     languages and Python, such as the key of another service. What the policy controls can read them."""
-
     most_output_bytes: int = Field(16 << 20, ge=1024)
     """Output of a program after which it is ended, and its episode fails; the log shows the end of it. It
     does not bound that of a long-lived one."""

@@ -16,18 +16,14 @@ class ClientsConfig(AgentTaskConfig):
     type: Literal["clients"] = "clients"
     built_by: ClassVar[str] = "actors.environments.clients:ClientsEnvironment.from_config"
     takes_leases_on_demand: ClassVar[bool] = True
-
     claim_timeout_s: float = Field(300.0, gt=0)
     """Longest time that a rollout waits for a client. A group of which none was taken goes back to the run;
     in any other group the rollout fails by `timeout`."""
-
     idle_timeout_s: float = Field(600.0, gt=0)
     """Longest time between two requests of a session; then its client counts as gone, and its episode fails
     by `timeout`."""
-
     episode_timeout_s: float = Field(7200.0, gt=0)
     """Longest time that an episode may take; then it fails by `timeout`."""
-
     drain_timeout_s: float | None = Field(None, gt=0)
     """Time that running episodes get when the process is told to stop; then their groups go back to the
     run. `None` is `actors.interruption.finish_within_s`."""

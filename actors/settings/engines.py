@@ -29,17 +29,13 @@ class EngineSettings(Config):
     """Settings of an engine, whose class is its record; the defaults hold for one in the actor's process."""
 
     type: str
-
     routed_experts: bool = False
     """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
-
     built_by: ClassVar[str]
     """What builds an engine from these settings, the model's directory and an `EnginePlace`, as
     `module:function`. The name is text, because settings load quickly."""
-
     in_process: ClassVar[bool] = True
     """It computes in the actor's process; else it is one or several servers of SGLang."""
-
     left_free: ClassVar[int] = 0
     """Tokens of a context that no trajectory takes up."""
 
@@ -92,29 +88,21 @@ class EmbeddedEngineConfig(EngineSettings):
 
     type: Literal["embedded"] = "embedded"
     built_by: ClassVar[str] = "actors.engines.fleet.build:embedded_engine"
-
     slots: int = Field(256, ge=1)
     """Most generations that are decoded at once; further ones wait."""
-
     threads: int | None = Field(None, ge=1)
     """CPU threads of a decode step. Torch has one such number for each process, and the engine sets it.
     `None` is all cores that the process may use, for a model of at least 20 MB, and else one."""
-
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights, activations and KV cache; log-probs are always float32."""
-
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Implementation of attention in transformers; models without `sdpa`, such as gpt-oss, have `eager`."""
-
     prefill_tokens: int = Field(4096, ge=1)
     """Most prompt tokens, with padding, computed between two decode steps; a longer prompt goes alone."""
-
     seed: int | None = None
     """Seed of the sampler, for tests; without it every engine draws differently."""
-
     close_timeout_s: float = Field(30.0, gt=0)
     """Longest time that closing waits for the present decode step."""
-
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens of contexts that the engine is to hold at once, by which leases are taken
     (`fleet.soft_kv_share`). `None` bounds them by their number alone."""
@@ -139,17 +127,13 @@ class DisaggregationConfig(Config):
 
     enabled: bool = False
     """Whether an engine is a pair of servers. Each has all weights, on devices of its own."""
-
     transfer: str = "mooncake"
     """Library by which SGLang sends keys and values between the two: `mooncake`, `nixl`, ... Its package has
     to be installed beside SGLang."""
-
     prefill: dict[str, SglangSetting] = Field(default_factory=dict)
     """Settings of the server for prompts, in addition to those in `server`, which they override."""
-
     decode: dict[str, SglangSetting] = Field(default_factory=dict)
     """Settings of the server for the tokens after prompts, in addition to `server`, which they override."""
-
     prefill_url: HttpUrl | None = None
     """Running server for prompts to attach to; the engine's `url` is the one for the tokens after them."""
 
@@ -161,76 +145,56 @@ class SglangEngineConfig(EngineSettings):
     built_by: ClassVar[str] = "actors.engines.fleet.build:sglang_engine"
     in_process: ClassVar[bool] = False
     left_free: ClassVar[int] = 2  # SGLang ends a generation before
-
     url: HttpUrl | None = None
     """Running SGLang server to attach to, as http://host:port; without it the actor starts one."""
-
     urls: tuple[HttpUrl, ...] = ()
     """Several running servers to attach to; the fleet has an engine for each. More join and leave with
     `launch engines`."""
-
     python: Path | None = None
     """Interpreter of the environment that SGLang is installed in. Without it the actor's own is
     used if it has SGLang, else that of `make sglang`."""
-
     server: dict[str, SglangSetting] = Field(default_factory=dict)
     """Settings for `sglang.launch_server`, named as its flags, such as `mem_fraction_static = 0.8`."""
-
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server."""
-
     kernel_cache: Path = Path("~/.cache/sglang")
     """Directory where servers keep compiled kernels from one start to the next."""
-
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     """Whether prompts are computed by a server of their own."""
-
     nodes: int = Field(1, ge=1)
     """Number of hosts of one engine. `launch actors` runs on each of them, with its own `node_rank`."""
-
     node_rank: int = Field(0, ge=0)
     """Number of this host among those of its engine. Node 0 takes leases and weights for all of them."""
-
     rendezvous: str = ""
     """Address of node 0, as host:port, where the ranks of an engine of several nodes find each other."""
-
     update: Literal["disk", "tensor", "group"] = "disk"
     """How weights get to the server. `disk`: in files in `weights_directory`, which the server must see too.
     `tensor`: in the body of requests, which is slower, for a server on another host. `group`: from the
     learner itself, over NCCL or gloo, for a server in its cluster."""
-
     pause: Literal["in_place", "retract", "drain"] = "in_place"
     """What an update does to running generations. `in_place`: they go on with what they computed before.
     `retract`: they compute it again with the new weights, which is all that a server before 0.5.19 can do.
     `drain`: the update waits for their end."""
-
     adapter: Literal["merged", "loaded"] = "merged"
     """How a policy with low-rank adapters (`learner.lora`) gets to the server. `merged`: as whole weights,
     which the actor makes of them. `loaded`: the frozen weights once, and each version as an adapter of its
     own, which SGLang adds itself; requests under way end with the version they began with."""
-
     weights_directory: Path | None = None
     """Directory of the tensors of an update while a server reads them; the first update has the size of the
     model. Without it they are in memory, in /dev/shm."""
-
     start_timeout_s: float = Field(900.0, gt=0)
     """Longest time that a server may take to start; the first start on a GPU compiles kernels."""
-
     request_timeout_s: float = Field(3600.0, gt=0)
     """Longest time that one generation may take before it is aborted and counts as failed. The fleet's limit
     of this name interrupts it before, unless that is longer."""
-
     update_timeout_s: float = Field(600.0, gt=0)
     """Longest time that an update may take; with `drain` it starts when no new request is let through. With
     `update = "group"` the preparation, during which the server generates, may take as long before."""
-
     stream_interval: int = Field(128, ge=0)
     """Tokens after which a server hands out the part of a generation that it has sampled: a server that dies
     loses at most so many of each. With 0 it hands them out at the end only."""
-
     health_every_s: float = Field(10.0, gt=0)
     """Time from one check that the server still generates to the next."""
-
     health_timeout_s: float = Field(30.0, gt=0)
     """Longest answer time of a check. A server that exceeds it twice counts as dead, and the fleet builds
     another engine."""

@@ -13,23 +13,17 @@ class EnvironmentSettings(Config):
 
     type: str
     """Name of the environment."""
-
     built_by: ClassVar[str]
     """What builds it from these settings, as `module:function`. The name is text, because settings load
     quickly."""
-
     finishes_after_stop: ClassVar[bool] = False
     """What builds it is told how long its episodes get to end after a stop, as `finish_within_s`."""
-
     shows_tools: ClassVar[bool] = True
     """It offers the tools of a prompt to the policy, or leaves them to its own code."""
-
     has_own_rewards: ClassVar[bool] = False
     """Its rewards come from itself, whatever the settings of a source name."""
-
     scores_one_answer: ClassVar[bool] = False
     """Its reward is that of one answer, which can be computed again from a recorded trajectory."""
-
     takes_leases_on_demand: ClassVar[bool] = False
     """It takes a lease when somebody from outside asks for one, and never a held-out prompt. What builds it
     is told what such clients must know to take tasks, as `token`, which is None where they need nothing."""

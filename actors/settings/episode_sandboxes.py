@@ -14,17 +14,13 @@ class SandboxLimits(Config):
 
     cpu_s: int = Field(600, ge=1)
     """Processor time of each process."""
-
     memory_mb: int = Field(1024, ge=64)
     """Memory of all processes of a sandbox together, in MiB. Where they take more, they are all ended; its
     files stay."""
-
     processes: int = Field(128, ge=8)
     """Processes and threads of a sandbox at a time."""
-
     cpus: float = Field(1.0, ge=0.01)
     """Processors of a sandbox. Daytona takes whole ones; in E2B the template has them and the memory."""
-
     disk_mb: int = Field(256, ge=1)
     """Size of the workspace, in MiB, and of /tmp and /dev/shm each."""
 
@@ -34,16 +30,12 @@ class HostBudgetConfig(Config):
 
     sandboxes: int | None = Field(None, ge=1)
     """Most sandboxes at a time; `None` is any number."""
-
     memory_mb: int | None = Field(None, ge=64)
     """Sum of their `memory_mb`."""
-
     disk_mb: int | None = Field(None, ge=1)
     """Sum of their `disk_mb`."""
-
     cpus: float | None = Field(None, ge=0.01)
     """Sum of their `cpus`."""
-
     wait_s: float = Field(3600.0, gt=0)
     """Longest time that an episode waits for its sandbox, also for one of `at_once`; then it fails."""
 
@@ -60,13 +52,10 @@ class NamespaceSandboxes(Config):
 
     uses_host: ClassVar[bool] = True
     """Whether sandboxes take memory and disk of the actor's host."""
-
     type: Literal["namespaces"] = "namespaces"
     """Name of the back end."""
-
     readable: tuple[Path, ...] = ()
     """Further files and directories of the host that a sandbox sees, read-only."""
-
     links: dict[str, str] = Field(default_factory=dict)
     """Further names of directories that can be written, as in `{ "/app" = "/workspace" }`."""
 
@@ -86,25 +75,19 @@ class ContainerSandboxes(Config):
 
     uses_host: ClassVar[bool] = True
     """Whether sandboxes take memory and disk of the actor's host."""
-
     type: Literal["docker"] = "docker"
     """Name of the back end."""
-
     image: str
     """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
     service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
-
     socket: Path = Path("/var/run/docker.sock")
     """Socket of the daemon; that of Podman is /run/podman/podman.sock, or podman/podman.sock below
     XDG_RUNTIME_DIR."""
-
     user: str | None = None
     """User of the image that commands run as; `None` is the image's own."""
-
     disk_quota: bool = False
     """Whether the daemon holds a container's files to `disk_mb`, which needs a storage driver with quotas.
     Without it `disk_mb` bounds each file alone."""
-
     life_s: float = Field(86400.0, ge=1)
     """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
@@ -114,16 +97,12 @@ class RemoteSandboxes(Config):
 
     uses_host: ClassVar[bool] = False
     """Whether sandboxes take memory and disk of the actor's host."""
-
     type: Literal["http"] = "http"
     """Name of the back end."""
-
     url: str = Field(pattern=r"^https?://.+[^/]$")
     """Address of the server, without a slash at its end."""
-
     token_variable: str = "SLUICE_SANDBOX_TOKEN"
     """Environment variable of the actor that holds the server's token."""
-
     start_timeout_s: float = Field(600.0, gt=0)
     """Longest time until a sandbox runs, its wait for room and for its image included."""
 
@@ -134,30 +113,22 @@ class KubernetesSandboxes(Config):
 
     uses_host: ClassVar[bool] = False
     """Whether sandboxes take memory and disk of the actor's host."""
-
     type: Literal["kubernetes"] = "kubernetes"
     """Name of the back end."""
-
     image: str
     """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
     service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
-
     api: str = Field("https://kubernetes.default.svc", pattern=r"^https?://.+[^/]$")
     """Address of the cluster's API, without a slash at its end."""
-
     namespace: str = "default"
     """Namespace of the pods."""
-
     token_file: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
     """File of the token of an account that may make, list, see and delete pods, make their `exec`, and make
     network policies."""
-
     certificate: Literal["host"] | Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
     """File of the authority that vouches for the API's address; `host` means those of this host."""
-
     start_timeout_s: float = Field(600.0, gt=0)
     """Longest time until a sandbox runs, its wait for room and for its image included."""
-
     life_s: float = Field(86400.0, ge=1)
     """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
@@ -167,20 +138,15 @@ class HostedSandboxes(Config):
 
     uses_host: ClassVar[bool] = False
     """Whether sandboxes take memory and disk of the actor's host."""
-
     type: Literal["e2b", "modal", "daytona"]
     """Name of the service, and of the package that asks it, which reads its keys from its own variables."""
-
     image: str
     """Image of sandboxes, or template of E2B, with `sh`, `cat`, `env`, `mkdir`, `mkfifo` and `tar`; at a
     service with Debian's usual programs. Metadata `sandbox_image` of a prompt names another."""
-
     app: str = "sluice"
     """App of Modal that sandboxes belong to."""
-
     start_timeout_s: float = Field(600.0, gt=0)
     """Longest time until a sandbox runs, its wait for room and for its image included."""
-
     life_s: float = Field(86400.0, ge=1)
     """Longest life of a sandbox, after which it ends by itself; some plans of E2B take 3600 at most."""
 
@@ -197,10 +163,8 @@ class HostSandboxes(SandboxLimits):
 
     host_budget: HostBudgetConfig = HostBudgetConfig()
     """What those of all actors of this host may use together."""
-
     warm: int = Field(0, ge=0)
     """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
-
     backend: SandboxBackendConfig = NamespaceSandboxes()
     """Where sandboxes run."""
 
@@ -244,12 +208,9 @@ class SandboxServerConfig(PoolConfig):
 
     host: str = "127.0.0.1"
     """Address to listen at. Requests are not encrypted: beyond this host have a proxy do that."""
-
     port: int = Field(8900, ge=0, le=65535)
     """Port to listen on; 0 takes any that is free."""
-
     token_variable: str = "SLUICE_SANDBOX_TOKEN"
     """Environment variable that holds the token which clients give."""
-
     idle_s: float = Field(1800.0, gt=0)
     """Time without a command after which a sandbox is ended, since its actor may be gone."""

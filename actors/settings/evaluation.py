@@ -15,18 +15,14 @@ class ChatEndpointConfig(EndpointConfig):
 
     url: HttpUrl | None = None
     """Base address of the endpoint, as https://host/v1; the path of its `protocol` is appended."""
-
     model: str = ""
     """Name of the model there."""
-
     protocol: Literal["chat", "completions"] = "chat"
     """What the server is asked: `chat` posts messages to `/chat/completions`, `completions` posts a text to
     `/completions`, for base models, which continue texts and answer no chats."""
-
     prompt: Literal["template", "text"] = "template"
     """Text that `completions` has continued. `template`: the chat as the run's own template writes it, which
     is what the policy sees. `text`: the contents of the messages alone, with blank lines between them."""
-
     stop: tuple[str, ...] = Field((), max_length=4)
     """Texts that end an answer of `completions`, besides those of the sampling: a base model may go on
     otherwise."""
@@ -55,23 +51,18 @@ class EvaluatorConfig(Config):
     turn with rollouts, once they have that version; later versions may sample some of the tokens, and the
     result says which. `none`: this actor leaves them to others. `auto` means `own` with `only`, `servers` or
     `urls` and where the rollouts' engine is embedded, and `rollout` with `sglang`."""
-
     only: bool = False
     """Whether this actor does nothing but evaluate: its engines (`actors.engine`, `actors.fleet`) roll
     nothing out, and keep exactly the version asked for."""
-
     servers: int = Field(0, ge=0)
     """SGLang servers that the actor starts for held-out prompts alone, with the settings of `actors.engine`,
     on the GPUs after those of its other engines."""
-
     urls: tuple[HttpUrl, ...] = ()
     """SGLang servers that run already, as http://host:port, for held-out prompts alone. They are given the
     weights of each version that is evaluated."""
-
     endpoints: dict[str, ChatEndpointConfig] = Field(default_factory=dict)
     """Models behind OpenAI-compatible endpoints by name, for data sets with `answered_by`. Any server will
     do, since only its texts count; the policy itself needs engines that take its weights and tokens."""
-
     prompts_at_once: int = Field(64, ge=1)
     """Most held-out prompts at a time on the engines that roll out: rollouts wait for no more than these."""
 

@@ -18,7 +18,6 @@ class GuessNumber(Config):
     """One player guesses a number that is told to be higher or lower. The task names it as its label."""
 
     type: Literal["guess_number"] = "guess_number"
-
     guesses: int = Field(4, ge=1)
     """Most guesses; the reward is 1 when one of them is right."""
 
@@ -36,7 +35,6 @@ class LibraryGame(Config):
 
     id: str
     """Name of the game in its library, as `KuhnPoker-v0` or `Blackjack-v1`."""
-
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of the library's function `make`."""
 
@@ -45,7 +43,6 @@ class TextArenaGame(LibraryGame):
     """A game of the package textarena."""
 
     type: Literal["textarena"]
-
     players: int = Field(1, ge=1)
     """Number of players."""
 
@@ -54,7 +51,6 @@ class GymnasiumGame(LibraryGame):
     """An environment of the package gymnasium whose actions are numbered; the policy writes the number."""
 
     type: Literal["gymnasium"]
-
     actions: tuple[str, ...] = ()
     """Words for the actions from the first on, which the policy may write instead of numbers."""
 
@@ -63,7 +59,6 @@ class PluginGame(Config):
     """A game of the user's own."""
 
     type: Literal["plugin"]
-
     start: str
     """Function that begins it, as `my_pkg.my_module:function`; it takes a task and returns a `Game`."""
 
@@ -80,22 +75,17 @@ class GameConfig(EnvironmentSettings, UnfinishedConfig):
     built_by: ClassVar[str] = "actors.environments.games.environment:GameEnvironment.from_config"
     shows_tools: ClassVar[bool] = False
     has_own_rewards: ClassVar[bool] = True
-
     game: AnyGame = GuessNumber()
     """What is played."""
-
     opponent: str = SELF
     """Who plays against the policy. `self`: the policy has all sides, and is trained on all of them.
     `scripted`: the game's own player. Any other name is one of `actors.opponents`, whose side is not trained,
     or of `policies`, whose side is.
     Against an opponent the policy's side changes from one rollout of a prompt to the next."""
-
     heldout_opponent: str | None = None
     """The same for held-out tasks, in which the policy has the first side. `None` takes `opponent`."""
-
     game_turns: int = Field(32, ge=1)
     """Most turns of a game, of all players together; then it ends as `turn_limit` without a winner."""
-
     game_timeout_s: float = Field(600.0, gt=0)
     """Longest time of an episode."""
 

@@ -18,16 +18,12 @@ class GroupLimitsConfig(Config):
 
     mean_reward_min: float | None = Field(None, allow_inf_nan=False)
     """Least mean reward; a group below it is rejected as `reward_too_low`."""
-
     mean_reward_max: float | None = Field(None, allow_inf_nan=False)
     """Largest mean reward; a group above it is rejected as `reward_too_high`."""
-
     mean_tokens_min: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Least mean number of sampled tokens of an episode; a group below it is rejected as `too_short`."""
-
     mean_tokens_max: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Largest mean number of sampled tokens of an episode; a group above it is rejected as `too_long`."""
-
     drop_all_truncated: bool = False
     """Whether a group all of whose episodes were cut off at a limit of tokens or turns is rejected, as
     `all_truncated`."""
@@ -48,16 +44,12 @@ class RetriesConfig(Config):
 
     timeout: int = Field(0, ge=0)
     """Repetitions of a rollout that took too long."""
-
     environment_error: int = Field(0, ge=0)
     """Repetitions of a rollout whose environment failed."""
-
     tool_error: int = Field(0, ge=0)
     """Repetitions of a rollout that a tool failed."""
-
     reward_error: int = Field(0, ge=0)
     """Repetitions of a rollout whose reward failed; the answer is sampled again, too."""
-
     engine_error: int = Field(0, ge=0)
     """Repetitions of a rollout whose engine failed, beyond those of the fleet."""
 
@@ -75,13 +67,10 @@ class FailureLimitsConfig(Config):
     fraction: float | None = Field(0.5, gt=0, le=1)
     """Fraction of the latest rollouts that fail at which the run ends; 1 waits until all do. `None` ends no
     run, and screens alone show the failures."""
-
     rollouts: int = Field(100, ge=1)
     """Number of latest rollouts among which that fraction is."""
-
     at_least: int = Field(16, ge=1)
     """Fewest rollouts that are judged."""
-
     after_s: float = Field(120.0, ge=0)
     """Time for which so many fail before the run ends: what a judge or a server may be away."""
 
@@ -92,7 +81,6 @@ class InterruptionConfig(Config):
     finish_within_s: float = Field(30.0, ge=0)
     """Longest time that rollouts may go on once the actor is told to stop. Then they are interrupted, and
     their turns and tokens are stored for the actor that takes their leases next."""
-
     keep_turns_every_s: float | None = Field(60.0, gt=0)
     """Time between two moments at which new turns of rollouts that go on are stored, so that an actor's death
     costs only what came since. `None` stores them only when the actor ends."""

@@ -13,14 +13,11 @@ class LogNormalLengths(Config):
     """Lengths whose logarithm is normal: most are short, a few are very long."""
 
     type: Literal["log_normal"] = "log_normal"
-
     median: float = Field(256.0, ge=1)
     """Median length in tokens; half of the answers are shorter."""
-
     sigma: float = Field(1.0, ge=0)
     """Standard deviation of the length's logarithm. At 1.0 one answer in a hundred is ten times the median or
     longer."""
-
     longest: int = Field(4096, ge=1)
     """Upper bound in tokens, to which longer draws are cut; at most sampling.max_new_tokens."""
 
@@ -29,11 +26,9 @@ class RecordedLengths(Config):
     """Lengths drawn from a recorded histogram."""
 
     type: Literal["recorded"] = "recorded"
-
     upper: tuple[int, ...] = Field(min_length=1)
     """Longest answer in each bin of the histogram, in tokens, rising. A bin begins above the one before it,
     the first at 1; lengths within a bin are alike. The last is at most sampling.max_new_tokens."""
-
     counts: tuple[float, ...] = Field(min_length=1)
     """Number of answers in each bin."""
 
@@ -61,10 +56,8 @@ class LengthProfileConfig(OneAnswerSettings):
     type: Literal["length_profile"] = "length_profile"
     built_by: ClassVar[str] = "actors.environments.length_profile:LengthProfile"
     has_own_rewards: ClassVar[bool] = True
-
     lengths: LengthsConfig = LogNormalLengths()
     """Distribution of the answers' lengths; it is log_normal where no type is named."""
-
     seed: int = Field(0, ge=0)
     """Seed of lengths and rewards: a sample of a prompt has the same length and reward in every rollout."""
 

@@ -20,18 +20,14 @@ class OpponentConfig(Config):
     version: int | str | None = None
     """Published version that it is: a number, or `latest - K` for one that follows the policy K versions
     behind. A number must be among `learner.publication.keep_versions`, or it is gone after a few versions."""
-
     refresh_every: int = Field(1, ge=1)
     """Versions from one change of a `latest - K` to the next. An actor holds K / refresh_every + 2 sets of
     weights for it in the host's memory."""
-
     path: Path | None = None
     """Directory of a Hugging Face model with weights that it is instead, whose tokenizer is the run's. Its
     tokens are recorded as of version 0."""
-
     engine: Literal["same", "embedded"] = "same"
     """Engine that it is served by: one as `actors.engine` says, or an embedded one."""
-
     url: str | None = None
     """Running SGLang server that serves it, where `actors.engine` attaches to running servers: those have the
     weights of the policy."""

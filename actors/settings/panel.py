@@ -33,20 +33,15 @@ class PanelConfig(SeveralAgentsConfig):
 
     type: Literal["panel"] = "panel"
     built_by: ClassVar[str] = "actors.environments.panel:Panel.from_config"
-
     solvers: int = Field(3, ge=1, le=26)
     """Number of drafts."""
-
     rewriters: int = Field(3, ge=1, le=26)
     """Number of answers that the selector chooses from."""
-
     rewriter_prompt: str = DRAFTS
     """What a rewriter is asked. `{prompt}` is the task's last message, `{answers}` the drafts after their
     letters, as `a 12 b 21`."""
-
     selector_prompt: str = CHOICES
     """What the selector is asked; `{answers}` are the rewritten ones. It is to answer with a letter."""
-
     outcome_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen answer's reward in the rewards of solvers and rewriters, beside that of their own
     answer."""
@@ -91,34 +86,26 @@ class DebateConfig(SeveralAgentsConfig):
 
     type: Literal["debate"] = "debate"
     built_by: ClassVar[str] = "actors.environments.debate:Debate.from_config"
-
     debaters: int = Field(3, ge=2, le=26)
     """Number of agents that debate."""
-
     rounds: int = Field(2, ge=1)
     """Answers of each debater; from the second on it has seen those of the others."""
-
     reply_prompt: str = "others {answers}"
     """What a debater is told before its next answer. `{answers}` are those of the other debaters after their
     letters, as `b 12 c 21`."""
-
     decided_by: str = VOTE
     """Who decides. `vote`: the answer that most debaters end with, of equal ones the earliest debater's;
     answers are compared as texts, letter by letter. `self`: an agent of the policy, which is trained to
     choose. Any other name is one of `actors.opponents`, which is not trained, or of `policies`."""
-
     judge_prompt: str = "{prompt} judge {answers}"
     """What a judge that is an agent is asked. `{prompt}` is the task's last message, `{answers}` are the
     debaters' last answers after their letters. It is to answer with a letter; with any other text, and
     where the answers do not fit into its context, the debate has no winner and the outcome is 0."""
-
     decision_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the reward of the answer that was decided on in the rewards of all debaters, beside that of
     their own last answer."""
-
     win_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """What a debater gets besides if it ended with the answer that was decided on, right or wrong."""
-
     opponent_setting: ClassVar[str] = "decided_by"
 
     @property

@@ -19,24 +19,18 @@ class EndpointConfig(Config):
 
     url: HttpUrl | None = None
     """Address of the server, as http://host:port/path."""
-
     key_variable: str | None = None
     """Environment variable of the actor that holds the server's key, which is sent as a bearer token. The key
     itself is no setting, since every process of the run reads the settings."""
-
     concurrency: int = Field(64, ge=1)
     """Most requests of one actor process that are on their way at the same time; further ones wait."""
-
     timeout_s: float = Field(120.0, gt=0)
     """Longest time that one request may take before it counts as failed and is repeated."""
-
     attempts: int = Field(10, ge=1)
     """Most requests for one answer. Refused and lost connections, timeouts and the statuses 408, 429 and 5xx
     are repeated; other statuses are final."""
-
     wait_max_s: float = Field(30.0, gt=0)
     """Longest wait before a request is repeated. Waits double from 1 s and are randomised."""
-
     max_calls: int | None = Field(None, ge=1)
     """Most requests that one actor process sends, repeated ones included. The run ends with an error when
     more are needed. `None` sets no bound."""
@@ -74,30 +68,22 @@ class JudgeConfig(EndpointConfig):
 
     url: HttpUrl | None = None
     """Base address of the endpoint, as https://host/v1; `/chat/completions` is appended."""
-
     model: str = ""
     """Name of the judging model at the endpoint."""
-
     template: str = JUDGE_TEMPLATE
     """Message to the judge, in which {prompt}, {label} and {answer} are replaced; double braces are braces.
     {prompt} is the text of the prompt's messages, each with its role if there are several."""
-
     pattern: str = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score; its last match in the judge's reply counts."""
-
     lowest: Finite = 0.0
     """Score that becomes the reward 0."""
-
     highest: Finite = 10.0
     """Score that becomes the reward 1. A score outside the two counts as none, and the judge is asked
     again."""
-
     temperature: float = Field(0.0, ge=0)
     """Temperature of the judge."""
-
     max_tokens: int = Field(1024, ge=1)
     """Most tokens of a reply."""
-
     max_total_tokens: int | None = Field(None, ge=1)
     """Most tokens, of prompts and replies as the endpoint counts them, that one actor process spends. The run
     ends with an error when more are needed. `None` sets no bound."""
@@ -129,7 +115,6 @@ class RewardModelConfig(Config):
     path: Path | None = None
     """Directory of transformers' `AutoModelForSequenceClassification` with one label, as a run of `--pairs`
     exports a reward model."""
-
     device: str = "cpu"
     """Device of the model, as torch names it, for example `cuda:1`."""
 
@@ -140,12 +125,10 @@ class CodeRewardConfig(SandboxConfig):
     credit: Literal["all", "share"] = "all"
     """What the reward is: 1 for a program that passes `all` its tests and else 0, or the `share` that it
     passes."""
-
     total_s: float = Field(60.0, gt=0, le=86_400)
     """Longest time that all tests of one answer may run together; those that are left then count as not
     passed. Tests that call a program share one run of it, which has this time, also of the processor, and in
     it `wall_s` for each call."""
-
     processes: int = Field(4, ge=1, le=64)
     """Most processes and threads of a program at a time; each has the memory above to itself."""
 
@@ -181,51 +164,39 @@ class RewardConfig(UnfinishedConfig):
 
     reward: str = "exact"
     """Name of a built-in reward, or a function of your own as `my_pkg.my_module:function`."""
-
     rewards: tuple[str, ...] = ()
     """Further rewards, named in the same way, that a prompt may choose in the field `reward` of its metadata
     instead. A prompt that names another one is refused."""
-
     reward_weights: dict[str, Finite] = Field(default_factory=dict)
     """Weights of a reward's parts by name, where it returns several: the reward is their weighted sum, and
     parts without a weight are recorded only. Without weights it is the sum of all parts, or what a built-in
     reward says."""
-
     group_reward: str | None = None
     """Function of your own, as `my_pkg.my_module:function`, from all answers of a group, with their rewards,
     to their final rewards. Held-out answers keep the reward that they have alone."""
-
     reward_timeout_s: float = Field(30.0, gt=0)
     """Longest time that one call of the reward may take before the rollout counts as failed. `remote` and
     `judge` have limits of their own; an answer for which a verifier of `reasoning_gym` takes longer gets 0,
     unless the right answer takes longer too."""
-
     sample_call: bool = True
     """Whether a start calls each reward with a sample answer, the label where a prompt has one, for each
     source of prompts. A reward of your own is then loaded in a process that ends with the calls, and called
     with the text of no answer as well. The answers' `task_id` is `sample call`."""
-
     reward_threads: int = Field(16, ge=1)
     """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may
     call at a time."""
-
     math_processes: int = Field(2, ge=1)
     """Processes in which the rewards `math` and `deepscaler` compare expressions, if strings do not tell, and
     those in which `reasoning_gym` runs its verifiers."""
-
     math_timeout_s: float = Field(5.0, gt=0)
     """Longest time for one comparison of expressions; its process is then killed. The answer gets 0, or its
     rollout fails where the label cannot be compared in that time either."""
-
     code: CodeRewardConfig = CodeRewardConfig()
     """Tests of the reward `code`, and the sandbox in which they run."""
-
     remote: RemoteRewardConfig = RemoteRewardConfig()
     """Server of the reward `remote`."""
-
     judge: JudgeConfig = JudgeConfig()
     """Model of the reward `judge`."""
-
     reward_model: RewardModelConfig = RewardModelConfig()
     """Model of the reward `reward_model`."""
 

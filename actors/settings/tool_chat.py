@@ -15,29 +15,23 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
 
     type: Literal["tools"]
     built_by: ClassVar[str] = "actors.environments.tools:ToolChat.from_config"
-
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
     """Tools that the model may call, each a table with its `type`: python, sandbox, calculator, search, mcp
     or plugin."""
-
     calls: Literal["native", "tags"] = "native"
     """How the model calls a tool. `native`: as its chat template says, which is told of the tools. `tags`: as
     `<name>argument</name>` in its text, for tools with one text argument; results come as
     `<result>...</result>` from the user."""
-
     stop_at_call: bool = False
     """Whether a completion ends with its first call, as in Search-R1 (arXiv:2503.09516), for models that do
     not end their turn there. For `tags` alone."""
-
     results: Literal["messages", "inline"] = "messages"
     """Where results stand. `messages`: in a message of their own, which the model answers. `inline`: in the
     model's own answer, right after the call, and it goes on from there, as in ReTool (arXiv:2504.11536); for
     `tags` with `stop_at_call`."""
-
     system: str | None = None
     """System message before the prompt, where that has none. With `tags` it should say how to call the
     tools."""
-
     max_turns: int = Field(8, ge=1)
     """Completions of an episode; one whose last completion calls a tool ends as `turn_limit`."""
 
@@ -48,21 +42,16 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     token_budget: int | None = Field(None, ge=1)
     """Tokens that the model may sample in an episode, over all turns; one that has used them up ends as
     `length`. `None`: as many as turns and context allow."""
-
     calls_per_turn: int = Field(4, ge=1)
     """Calls in one completion that are carried out; further ones are answered with an error."""
-
     parallel_calls: bool = False
     """Whether the calls of one completion are carried out side by side, instead of one after the other."""
-
     output_characters: int = Field(4000, ge=16)
     """Length to which a tool's answer is cut, in the middle and with a note."""
-
     tool_timeout_s: float = Field(120.0, gt=0)
     """Longest time that one call may take, above the limits that the tool sets itself. The model is told of
     both; the rollout ends as `tool_error` where none of the tool's latest 100 calls worked, and where a call
     of `python` waits for so long until it may run."""
-
     timeout_s: float = Field(1800.0, gt=0)
     """Longest time that an episode may take before it ends as `timeout`."""
 

@@ -18,23 +18,17 @@ class SandboxConfig(Config):
 
     wall_s: float = Field(10.0, gt=0)
     """Longest time that a program may run."""
-
     cpu_s: int = Field(10, ge=1)
     """Processor time that each process of a program may use."""
-
     memory_mb: int = Field(512, ge=64)
     """Address space of each process of a program."""
-
     processes: int = Field(1, ge=1, le=64)
     """Most processes and threads of a program at a time; each has the memory above to itself."""
-
     file_mb: int = Field(16, ge=1)
     """Space for the files that a program writes; they are gone when it ends. They are kept in memory."""
-
     packages: tuple[str, ...] = ()
     """Modules of the actor's environment that are loaded before programs start, such as `numpy` or `sympy`.
     Programs may then import whatever is installed there."""
-
     at_once: int = Field(4, ge=1)
     """Most programs of this actor that run at a time; further ones wait."""
 
@@ -44,10 +38,8 @@ class PythonToolConfig(SandboxConfig):
 
     type: Literal["python"] = "python"
     """Name of the tool's kind."""
-
     name: str = Field("python", pattern=NAME)
     """Name by which the model calls it."""
-
     output_kb: int = Field(64, ge=1)
     """Output after which a program is ended; the model sees no more than `output_characters` of it."""
 
@@ -57,7 +49,6 @@ class CalculatorConfig(Config):
 
     type: Literal["calculator"] = "calculator"
     """Name of the tool's kind."""
-
     name: str = Field("calculator", pattern=NAME)
     """Name by which the model calls it."""
 
@@ -67,20 +58,15 @@ class SearchConfig(Config):
 
     type: Literal["search"] = "search"
     """Name of the tool's kind."""
-
     name: str = Field("search", pattern=NAME)
     """Name by which the model calls it."""
-
     corpus: Path
     """A .jsonl or .parquet file of passages, with `text` and perhaps `title`, on each actor's host; or
     `task:search`, the corpus of the built-in task `search`, which needs no file."""
-
     top_k: int = Field(3, ge=1)
     """Number of passages that a search answers with."""
-
     passage_characters: int = Field(1000, ge=1)
     """Length to which a passage is cut."""
-
     stopwords: Literal["en", "none"] = "en"
     """Words that say nothing and are left out of passages and queries."""
 
@@ -96,10 +82,8 @@ class PluginToolConfig(Config):
 
     type: Literal["plugin"]
     """Name of the tool's kind."""
-
     tool: str
     """Class of the tool, as `my_pkg.my_module:Class`."""
-
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the tool, which its nested class `Settings` declares."""
 
@@ -109,24 +93,18 @@ class McpConfig(Config):
 
     type: Literal["mcp"] = "mcp"
     """Name of the tool's kind."""
-
     command: tuple[str, ...] = ()
     """Program that the actor starts, with its arguments; it speaks over its standard input and output. A word
     `{python}` stands for the Python that runs Sluice."""
-
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of that program, beside PATH and HOME."""
-
     url: HttpUrl | None = None
     """Address of a server that runs already, as http://host:port/mcp (streamable HTTP)."""
-
     allowed: tuple[str, ...] = ()
     """Names of the server's tools that the model may call; without any it may call all."""
-
     sessions: Literal["episode", "shared"] = "episode"
     """Whether each episode has a session of its own, and with `command` a program of its own; `shared` is for
     servers that keep nothing between calls, or that all rollouts may change."""
-
     start_timeout_s: float = Field(60.0, gt=0)
     """Longest time until the server has said which tools it has."""
 

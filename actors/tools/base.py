@@ -12,7 +12,6 @@ __all__ = [
     "Arguments", "EndsCalls", "EpisodeState", "ExaminedTool", "KeepsState", "Tool", "ToolError", "ToolResult",
     "WaitsForRoom", "function_schema", "shortened",
 ]  # fmt: skip
-
 Arguments = Mapping[str, JSON]
 """Arguments of a call, by name, as its JSON had them."""
 

@@ -14,7 +14,6 @@ LONGEST = 1000
 """Characters of an expression."""
 LARGEST_BITS = 10_000
 """Size of an integer power; larger ones take long and fit no answer."""
-
 BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -26,8 +26,6 @@ CLOSER = 0.5
 """An engine has older weights where it is nearer to theirs than this part of its distance from its own."""
 SAME_NATS = 1e-4
 """Mean difference that different kernels make in float32: below it an engine has the weights."""
-
-
 Parts = Mapping[str, np.ndarray]
 """Log-probs of the sequences of text, and of those that show images: a vision tower with other weights
 changes few of all tokens."""

@@ -65,7 +65,6 @@ def _parse_paragraphs(
 
 
 docstring_parser.parse = _parse_paragraphs
-
 app = App(
     name="launch",
     help="Asynchronous actor-learner reinforcement learning for language models on a message queue.",
@@ -74,10 +73,8 @@ app = App(
     print_error=False,
     exit_on_error=False,
 )
-
 USAGE = "Usage: launch {} [OPTIONS]"
 """Usage line of a command. Without it cyclopts would go through all settings once more to make one."""
-
 SHORT = Group("Short forms", sort_key=0)
 # Flags stay as they were written: only together with the layers below them can they be checked.
 AS_WRITTEN = (
@@ -89,7 +86,6 @@ ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
 LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
 RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
-
 RunName = Annotated[str, Parameter(name="--run", env_var=RUN_VARIABLE, help="Name of the run.")]
 RunsDirectory = Annotated[
     Path, Parameter(name="--directory", env_var=DIRECTORY_VARIABLE, help="Directory of all runs.")
@@ -215,7 +211,6 @@ class AskedServer:
 
 
 OfServer = Annotated[AskedServer, Parameter(name="*")]
-
 LOOK = Group("Instead of a start", sort_key=2)
 PrintConfig = Annotated[
     bool,
@@ -238,9 +233,7 @@ DryRun = Annotated[
         help="Check what a start checks, and start nothing.",
     ),
 ]
-
 Logging = Annotated["LogOptions", Parameter(name="*")]
-
 GatewayHost = Annotated[str | None, Parameter(name="--host", group=SHORT)]
 GatewayPort = Annotated[int | None, Parameter(name="--port", group=SHORT)]
 Certificate = Annotated[

@@ -64,7 +64,6 @@ _launch() {
   fi
 }
 complete -o default -o bashdefault -F _launch launch"""
-
 ZSH = r"""#compdef launch
 # completion of launch for zsh 5.3 and later
 _launch() {
@@ -114,7 +113,6 @@ if [[ $funcstack[1] == _launch ]]; then  # zsh has loaded this file to complete 
 else
   compdef _launch launch
 fi"""
-
 FISH = r"""# completion of launch for fish 3.4 and later
 function __launch_words
     switch "$argv"
@@ -169,8 +167,6 @@ function __launch_complete
     end
 end
 complete -c launch -f -a '(__launch_complete)'"""
-
-
 Table = Mapping[str, list[str]]
 
 

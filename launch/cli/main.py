@@ -83,7 +83,6 @@ COMMANDS = (
     watch_commands,
 )
 """Importing them is what makes their commands known to `app`."""
-
 OPTIONS = Group("Options", sort_key=len(GROUPS))
 FURTHER_HELP = f"""\
 To begin: `launch local --preset sort` trains a small policy from nothing on this machine, in minutes.

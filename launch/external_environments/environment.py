@@ -133,23 +133,17 @@ class EnvironmentFile(Config):
 
     source: str
     """Environment as `KIND:NAME`."""
-
     packages: tuple[str, ...] = ()
     """What pip installs besides the packages of the kind, such as `verifiers==0.1.14`, a directory, a URL of
     git, or an option such as `--extra-index-url=https://host/simple`."""
-
     python: str = sys.executable
     """Interpreter whose version the packages get, such as `/usr/bin/python3.12`."""
-
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment itself."""
-
     prompts: int = Field(2000, ge=1)
     """Most prompts to train on."""
-
     heldout: int = Field(100, ge=1)
     """Most held-out prompts."""
-
     episodes_at_once: int = Field(64, ge=1, le=1024)
     """Episodes that one process of the environment plays at a time."""
 

@@ -103,7 +103,6 @@ LISTEN_S = 2.0
 """Time to listen for actors, each of which sends its status twice a second."""
 ENGINE_TIMEOUT_S = 180.0
 """Time to wait for an engine that leaves, which hands out its tokens and closes first."""
-
 Engines = Mapping[str, Mapping[str, Json]]
 """Engines of each actor by name, each with its state."""
 

@@ -23,7 +23,6 @@ from storage.disk.run_directory import RunDirectory, run_directories
 
 ROLES = "dispatcher", "learner"
 """Roles that a process holds as long as the run goes on."""
-
 GONE_S = 300.0
 """Silence after which a process that holds a role elsewhere counts as gone."""
 ANSWER_S = 5.0

@@ -25,7 +25,6 @@ STEP_PARTS = (
     ("waiting for the batch", ORANGE, "waiting_s"),
     ("publishing weights", GREEN, "publish_stall_s"),
 )
-
 LOSSES = {"train/loss": ("of the step", BLUE), "heldout/loss_nats": ("held out", ORANGE)}
 PREFERENCES = {
     "rewards/accuracies": ("accuracy", BLUE),

@@ -16,7 +16,6 @@ SETTING_VARIABLES: Mapping[str, str] = {
     CREDENTIALS_VARIABLE: "bus.creds",
 }
 """Variables by name, each with the setting that it stands for."""
-
 GIVEN_VARIABLES = (
     "SLUICE_SUPERVISOR", "SLUICE_NODE_RANK", "SLUICE_TASK", "SLUICE_MODEL",
 )  # fmt: skip

@@ -37,19 +37,14 @@ class PolicyConfig(Config):
     """Agents of the environments that it is. `rewriter` stands for `rewriter-1`, `rewriter-2` and so on too.
     An environment may also name the policy itself, as a game does by `opponent`. Commas separate several in
     one text, such as a flag's."""
-
     model: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of its model, over those of `model`. Its tokenizer must be that of the run's own policy."""
-
     warmup: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of its supervised stage, over those of `warmup`."""
-
     learner: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of its learner, over those of `learner`."""
-
     engine: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of its engines, over those of `actors.engine`."""
-
     shares_servers: bool = True
     """Whether SGLang's servers that add adapters themselves (`actors.engine.adapter = "loaded"`) serve it
     beside the run's own policy. It has that policy's frozen weights then. With settings in `engine` that

@@ -48,21 +48,16 @@ class MonitoringConfig(Config):
     port: int | None = Field(None, ge=0, le=65535)
     """Port to listen on; 0 takes any that is free, which is logged. None serves nothing. `launch local` gives
     the port to its bus and the next ones to storage, actors and learner."""
-
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 lets other hosts ask."""
-
     stuck_after_s: float = Field(60.0, gt=0)
     """Silence of the event loop after which `/healthz` says that the process is stuck."""
-
     nats_port: int | None = Field(None, ge=1, le=65535)
     """Port of this host at which nats-server tells its own numbers (`/varz`, `/jsz`), for its exporter. Only
     `launch bus` reads it, and `launch local` for its bus."""
-
     alert_command: str | None = None
     """Program with arguments, without a shell, that gets an object of JSON on its standard input when the run
     fails or is lost, and when an alarm of its learner begins. `launch local` and `launch storage` read it."""
-
     alert_url: str | None = Field(None, pattern=r"^https?://")
     """Address to which the same object is posted. Address and arguments lie in config.json and on the bus: a
     secret belongs into the program."""
@@ -79,16 +74,12 @@ class ProcessConfig(Config):
 
     run: str = "default"
     """Name of the run: letters, digits, - and _."""
-
     directory: Path = Path("runs")
     """Directory of all runs; each run has a subdirectory of its own name."""
-
     bus: BusConfig = BusConfig()
     """Address of the message bus."""
-
     allow: AllowConfig = AllowConfig()
     """What this host lets a run do here."""
-
     monitoring: MonitoringConfig = MonitoringConfig()
     """Probes and metrics of this process over HTTP."""
 
@@ -98,10 +89,8 @@ class LearnerProcess(ProcessConfig):
 
     model: ModelConfig = ModelConfig()
     """Model of the policy."""
-
     warmup: WarmupConfig = WarmupConfig()
     """Supervised stage before reinforcement learning."""
-
     learner: LearnerConfig = LearnerConfig()
     """Reinforcement learning."""
 
@@ -111,10 +100,8 @@ class RetrainProcess(Config):
 
     run: str = "default"
     """Name of the run: letters, digits, - and _."""
-
     directory: Path = Path("runs")
     """Directory of all runs; each run has a subdirectory of its own name."""
-
     learner: LearnerConfig = LearnerConfig()
     """Reinforcement learning."""
 
@@ -124,7 +111,6 @@ class ActorsProcess(ProcessConfig):
 
     actors: ActorsConfig = ActorsConfig()
     """Actor processes, which roll out prompts."""
-
     colocation: ColocationConfig = ColocationConfig()
     """Sets how engines and learner take turns on the same devices."""
 
@@ -135,21 +121,16 @@ class SupervisionConfig(Config):
     restarts: int = Field(8, ge=0)
     """Most restarts of one process within `window_s`; one more failure ends the run. The default allows for
     the actors that a prompt ends before it is quarantined: 3 + `admission.max_deliver`."""
-
     window_s: float = Field(300.0, gt=0)
     """Length of the window, up to now, in which restarts are counted."""
-
     first_pause_s: float = Field(0.5, ge=0)
     """Pause before the first restart; it doubles with each further one."""
-
     longest_pause_s: float = Field(30.0, ge=0)
     """Upper bound on the pause before a restart."""
-
     environment: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Environment variables of single processes, by the name of each: bus, storage, actors, learner, and
     learner-NAME for that of a further policy. On two GPUs: `learner.CUDA_VISIBLE_DEVICES = "0"`,
     `actors.CUDA_VISIBLE_DEVICES = "1"`."""
-
     failed_drain_s: float = Field(30.0, gt=0)
     """Longest time that the other processes may take to end once one has failed for good. They may wait for
     that one, so it is shorter than usual."""
@@ -160,49 +141,34 @@ class RunConfig(ProcessConfig):
 
     seed: int = Field(0, ge=0)
     """Seed of initial weights, prompt order and built-in tasks."""
-
     data: DataConfig = DataConfig()
     """Prompts to train on and to measure with."""
-
     admission: AdmissionConfig = AdmissionConfig()
     """Sets how many groups are rolled out, and how stale they may get."""
-
     replay: ReplayConfig = ReplayConfig()
     """The trajectory store."""
-
     sampling: SamplingConfig = SamplingConfig()
     """Sets how tokens are sampled."""
-
     model: ModelConfig = ModelConfig()
     """Model of the policy."""
-
     warmup: WarmupConfig = WarmupConfig()
     """Supervised stage before reinforcement learning."""
-
     learner: LearnerConfig = LearnerConfig()
     """Reinforcement learning."""
-
     evaluation: EvaluationConfig = EvaluationConfig()
     """Measurement of the held-out reward."""
-
     metrics: MetricsConfig = MetricsConfig()
     """Where metrics go besides metrics.jsonl."""
-
     actors: ActorsConfig = ActorsConfig()
     """Actor processes, which roll out prompts."""
-
     colocation: ColocationConfig = ColocationConfig()
     """Sets how engines and learner take turns on the same devices."""
-
     supervision: SupervisionConfig = SupervisionConfig()
     """Sets how `launch local` keeps its processes alive."""
-
     slurm: SlurmConfig = SlurmConfig()
     """Sets the jobs of `launch slurm`."""
-
     policies: dict[str, PolicyConfig] = Field(default_factory=dict)
     """Policies that are trained beside the run's own."""
-
     trains: str = DEFAULT_POLICY
     """Name of the policy that this run trains. Storage sets it for the run of a further policy; leave it
     as it is."""

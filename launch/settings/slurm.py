@@ -12,33 +12,24 @@ class SlurmConfig(Config):
 
     partition: str | None = None
     """Partition of both jobs; None takes the cluster's default."""
-
     account: str | None = None
     """Account that is charged; None takes your default."""
-
     time_limit_min: int = Field(1440, ge=1)
     """Time limit of each job in minutes."""
-
     signal_s: int = Field(300, ge=0, le=65535)
     """Seconds before the time limit at which the learner saves a checkpoint and its job is requeued, and at
     which an actor hands on what it does not finish. Preemption does the same where the cluster has
     `preempt_send_user_signal` among its `SlurmctldParameters`."""
-
     gpus_per_node: int = Field(8, ge=0)
     """GPUs that are asked for on each node; 0 asks for none."""
-
     actors: int = Field(1, ge=1)
     """Jobs of the array of actors, each with one node."""
-
     options: tuple[str, ...] = ("--exclusive", "--mem=0")
     """Further options of sbatch for both jobs, such as `--qos=high`, which win over those above."""
-
     actor_options: tuple[str, ...] = ()
     """Further options of sbatch for actors, such as `--partition=spot`, which win over `options`."""
-
     setup: tuple[str, ...] = ()
     """Lines of bash that each job runs first, such as `module load cuda`."""
-
     look_s: int = Field(60, ge=1)
     """Seconds between two looks of an actor's job at the learner's: whether that has another address since it
     was requeued, or is no longer there, which ends the actor."""

@@ -34,8 +34,6 @@ VERDICTS = {
     "late_rewards": "sent without a reward, which came later",
 }
 _DROPPED = {DropReason.HELD: "another_copy", DropReason.CLOSED: "closed_short", DropReason.SETTLED: "settled"}
-
-
 _NOT_KEPT = ("set_aside", DAMAGED)
 """Reasons of rejections that explain why a trajectory is not in the store: its shard refused it, or its
 segment broke. A shard stores or notes whatever comes of a lease that was rejected for another reason."""

@@ -33,7 +33,6 @@ from storage.store.segments import Segment
 
 ATTEMPTS = 8
 """Times that a store is opened anew since its writer merged or retired segments meanwhile."""
-
 Key = tuple[int, int]
 """Lease and sample of a trajectory."""
 

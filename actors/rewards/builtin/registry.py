@@ -40,7 +40,6 @@ REWARDS: Mapping[str, Reward] = {
     "sandbox_check": sandbox_check,
 }
 """Quick functions without settings."""
-
 CONFIGURED: Mapping[str, Callable[[RewardConfig], Reward]] = {
     "code": CodeTests,
     "deepscaler": DeepScaleR,

@@ -90,8 +90,6 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 }
 """The names and arguments of IFEval and IFBench. `language:response_language` is left out: it needs a
 detector."""
-
-
 CONTROL = "These are a few words, and no instruction is told to them."
 """Text on which each check works whose arguments can be read."""
 

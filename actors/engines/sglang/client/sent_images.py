@@ -26,7 +26,6 @@ from storage.images.reader import ImageReader
 
 REMEMBERED_BYTES = 64 << 20
 """Encoded images that are kept: siblings, and all turns of an episode, show the same ones."""
-
 PNG_END = 12
 ENCODED_END = 20
 """Characters that encode the last 13 to 15 bytes: that chunk, and what is before it of their threes."""
