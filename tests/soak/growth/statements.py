@@ -46,7 +46,7 @@ STATED = (
     Stated("disk data (bytes|files)", "the prompts of each change of the data", amount=inf),
     Stated(
         "disk replay/segment bytes",
-        "`replay.retain_bytes`, and those that are not settled yet",
+        "`replay.retain_bytes`, `replay.retain_age_s`, and those that are not settled yet",
         at_most=UNSETTLED * RETAIN_BYTES,
     ),
     Stated("disk counters bytes", "32 MiB, and as much before it in counters.1.jsonl", at_most=64 * MIB),
