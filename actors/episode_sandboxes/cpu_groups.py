@@ -41,7 +41,7 @@ class CpuGroups:
 
 def _hold(group: Path, cpus: float) -> None:
     quota = f"{cpus * PERIOD_US:.0f}"
-    if (group / "cpu.max").exists():  # version 2
+    if (group / "cgroup.controllers").exists():  # version 2
         (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
     else:
         (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))

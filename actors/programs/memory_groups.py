@@ -69,4 +69,5 @@ def _most_taken(group: Path) -> int:
     for name in MOST_TAKEN:
         if (group / name).exists():
             return int((group / name).read_text())
-    raise FileNotFoundError(f"{group} has none of {', '.join(MOST_TAKEN)}: Linux 5.19 or later counts memory")
+    names = " and no ".join(MOST_TAKEN)
+    raise FileNotFoundError(f"{group} has no {names}, which groups of version 2 have from Linux 5.19 on")

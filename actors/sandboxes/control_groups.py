@@ -84,7 +84,7 @@ def _candidates(controller: Controller) -> Iterator[Path]:
             yield own if own.exists() else MOUNT / controller  # a container sees its own group as the first
         elif not controllers and (MOUNT / "cgroup.controllers").exists():
             own = MOUNT / path.lstrip("/")
-            for above in (own, own.parent):
+            for above in (own, own.parent) if own != MOUNT else (own,):
                 with suppress(OSError):  # it may be there already, and else making a group says why not
                     (above / "cgroup.subtree_control").write_text(f"+{controller}")
                 yield above

@@ -214,3 +214,12 @@ class SandboxServerConfig(PoolConfig):
     """Environment variable that holds the token which clients give."""
     idle_s: float = Field(1800.0, gt=0)
     """Time without a command after which a sandbox is ended, since its actor may be gone."""
+
+    @model_validator(mode="after")
+    def _starts_them_itself(self) -> Self:
+        if self.backend.type == "http":
+            raise ValueError(
+                f"backend.type=http: a server of sandboxes starts them itself: give actors the url "
+                f"{self.backend.url}, or choose another back end"
+            )
+        return self
