@@ -41,5 +41,9 @@ class PublicationConfig(Config):
     """Memory of rank 0's GPU for each engine on CUDA with `update = "group"`. Weights are copied there before
     the engine pauses, so that they need not cross PCIe during the pause. Training has so much less: grant
     what its largest step leaves free. More than the published weights (and a few MB) is never taken."""
+    broadcast_digests: bool = True
+    """Whether engines on a secured bus check what they are broadcast, by SHA-256 digests that the learner
+    signs. Set it to false where nobody else reaches the network between learner and engines: weights are then
+    not hashed, and engines do not wait for hashes."""
     transport: TransportConfig = AutoTransport()
     """Transport of the bytes; announcements go over the bus."""

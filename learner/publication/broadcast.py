@@ -57,10 +57,12 @@ class Broadcaster:
 
     def __init__(
         self, bus: Bus, announced: Announced, *,
-        incarnation: str, timeout_s: float, threads: int = 1, device_bytes: int = 0,
+        incarnation: str, timeout_s: float, threads: int = 1, device_bytes: int = 0, hashed: bool = True,
     ) -> None:  # fmt: skip
         """`announced` returns the newest weights: their tensors stay as they are until it returns others.
-        `threads` copy these; each group may have `device_bytes` of them on our GPU before it sends them."""
+        `threads` copy these; each group may have `device_bytes` of them on our GPU before it sends them. On a
+        secured bus they are `hashed`, for engines to check."""
+        self._hashed = hashed and bus.secured
         self._bus = bus
         self._announced = announced
         self._incarnation = incarnation
@@ -152,7 +154,7 @@ class Broadcaster:
         lock."""
         memory = self._spares.pop() if self._spares else None
         with ThreadPoolExecutor(self._threads, "copy") as threads:
-            copy = SharedCopy(weights, memory, threads, hashed=self._bus.secured)
+            copy = SharedCopy(weights, memory, threads, hashed=self._hashed)
         weakref.finalize(copy, self._unused, copy.memory).atexit = False
         return copy
 

@@ -82,7 +82,7 @@ class Learner:
         self._broadcaster = Broadcaster(
             bus, self._weights.announced, incarnation=incarnation,
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
-            device_bytes=publication.broadcast_device_bytes,
+            device_bytes=publication.broadcast_device_bytes, hashed=publication.broadcast_digests,
         )  # fmt: skip
         self._device = Device(
             bus, settings.colocation,

@@ -75,10 +75,19 @@ class Server(NatsServer):
 
     async def messages(self) -> tuple[int, int]:
         """Return the messages that came in and went out so far."""
+        found = await self._varz()
+        return int(found["in_msgs"]), int(found["out_msgs"])
+
+    async def bytes(self) -> int:
+        """Return how many bytes came in and went out so far."""
+        found = await self._varz()
+        return int(found["in_bytes"]) + int(found["out_bytes"])
+
+    async def _varz(self) -> dict[str, int]:
         url = f"http://{self.host}:{self._statistics}/varz"
         async with aiohttp.ClientSession() as session, session.get(url) as answer:
-            found = await answer.json()
-        return int(found["in_msgs"]), int(found["out_msgs"])
+            found: dict[str, int] = await answer.json()
+        return found
 
 
 def bench_many_actors(load: Load) -> Figures:

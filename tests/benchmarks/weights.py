@@ -200,7 +200,7 @@ async def _bench(
         broadcaster = Broadcaster(
             bus, publisher.announced, incarnation="bench",
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
-            device_bytes=publication.broadcast_device_bytes,
+            device_bytes=publication.broadcast_device_bytes, hashed=publication.broadcast_digests,
         )  # fmt: skip
         await broadcaster.start()
         log.info("learner_ready", weights=weights(workload.model))
