@@ -3,8 +3,7 @@
 import asyncio
 import json
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,33 +30,26 @@ from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.streams.stream_reader import StreamReader
 from bus.topology import ensure
+from tests.bus.security.secured import As, by_role, lasting_bus, make_streams, remove_streams
 
 pytestmark = pytest.mark.nats
-As = Callable[..., AbstractAsyncContextManager[Bus]]
 HOLDER = RoleHolder(incarnation="x", host="h", pid=1)
 
 
-@pytest.fixture
-async def keys(tmp_path: Path) -> AsyncIterator[SecureDirectory]:
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureDirectory]:
     """Credentials of the runs "mine" and "other", with the bus that they are for."""
-    secure = SecureDirectory(tmp_path / "keys")
-    server = NatsServer(tmp_path / "nats", secure=secure)
-    secure.make(["mine", "other"], server.url)
-    async with server:
+    with lasting_bus(tmp_path_factory.mktemp("secured"), "mine", "other") as secure:
         yield secure
 
 
 @pytest.fixture
 async def as_role(keys: SecureDirectory) -> As:
     """Connect to run "mine", which its storage has made, as one of the roles."""
-
-    def connect(role: str, run: str = "mine") -> AbstractAsyncContextManager[Bus]:
-        path = keys.path / run / f"{role}.creds"
-        return Bus.connect(BusConfig(url=load_credentials(path).url, creds=path), run, name=role)
-
+    connect = by_role(keys)
+    await remove_streams(connect, "mine", "other")
+    await make_streams(connect, shards=2)
     async with connect("storage") as bus:
-        await bus.create_keys()
-        await ensure(bus.js, bus.topology, shards=2)
         await bus.put("run", HOLDER)
     return connect
 
@@ -457,7 +449,15 @@ async def test_operator_deletes_a_stream(as_role: As):
         await bus.js.add_stream(StreamConfig(name="anything", subjects=["anything"]))
 
 
-async def test_files_are_the_owners_alone_and_a_second_start_keeps_the_keys(keys: SecureDirectory):
+def made(directory: Path, *runs: str) -> SecureDirectory:
+    """Credentials that a test may change."""
+    secure = SecureDirectory(directory / "keys")
+    secure.make(runs, "nats://here:1")
+    return secure
+
+
+def test_files_are_the_owners_alone_and_a_second_start_keeps_the_keys(tmp_path: Path):
+    keys = made(tmp_path, "mine", "other")
     files = [path for path in keys.path.rglob("*") if path.is_file()]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     before = load_credentials(keys.path / "mine/actor.creds")
@@ -468,8 +468,8 @@ async def test_files_are_the_owners_alone_and_a_second_start_keeps_the_keys(keys
     assert before.seed not in repr(before)
 
 
-async def test_a_file_that_others_may_read_is_refused_without_its_content(keys: SecureDirectory):
-    path = keys.path / "mine/actor.creds"
+def test_a_file_that_others_may_read_is_refused_without_its_content(tmp_path: Path):
+    path = made(tmp_path, "mine").path / "mine/actor.creds"
     seed = load_credentials(path).seed
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600") as refused:

@@ -1,6 +1,6 @@
 """Connections of the roles of a secured run."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,15 +8,21 @@ import pytest
 from bus.connection import Bus
 from storage.settings.weights_transport import HttpTransport
 from storage.weights.blob_http import HttpBlobs
-from tests.bus.security.secured import As, by_role, make_streams, secured_bus
+from tests.bus.security.secured import As, by_role, lasting_bus, make_streams, remove_streams
+
+
+@pytest.fixture(scope="module")
+def lasting_roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[As]:
+    with lasting_bus(tmp_path_factory.mktemp("secured"), "mine") as secure:
+        yield by_role(secure)
 
 
 @pytest.fixture
-async def as_role(tmp_path: Path) -> AsyncIterator[As]:
+async def as_role(lasting_roles: As) -> As:
     """Connect to a secured run as one of its roles."""
-    async with secured_bus(tmp_path, "mine") as (secure, _):
-        await make_streams(by_role(secure))
-        yield by_role(secure)
+    await remove_streams(lasting_roles, "mine")
+    await make_streams(lasting_roles)
+    return lasting_roles
 
 
 @pytest.fixture
