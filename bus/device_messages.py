@@ -40,7 +40,6 @@ class DeviceUser(Message, tag="device_user"):
 
 
 def user_key(actor: str) -> str:
-    """Return the key that an actor sets."""
     return f"{USERS}.{actor}"
 
 

@@ -26,5 +26,4 @@ class EngineNode(Message, tag="engine_node"):
 
 
 def node_key(rendezvous: str, rank: int) -> str:
-    """Return the key that a node of the engine at an address sets."""
     return f"{NODES}.{xxh3_64(rendezvous.lower().encode()).hexdigest()}-{rank}"

@@ -51,7 +51,6 @@ class Topology:
         return f"{self.run}-{name}"
 
     def subject(self, *tokens: object) -> str:
-        """Subject of the run, such as `sluice.<run>.trajectories.0`."""
         return ".".join(["sluice", self.run, *map(str, tokens)])
 
     @property

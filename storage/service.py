@@ -99,7 +99,6 @@ class StorageSettings:
 
 
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
-    """Serve the run until `stop`."""
     prompts = await asyncio.to_thread(
         read_prompts, settings.data, settings.run, settings.seed, settings.evaluation_sets,
         trained_on=settings.rolls_out,

@@ -334,7 +334,6 @@ class Bus:
         return await self._keys.swap(key, encode(message), revision)
 
     async def holds(self, key: str, message: Message) -> bool:
-        """Return whether `message` lies under `key`."""
         entry = await self.patiently(lambda: self._keys.read(key), f"reading {key!r}")
         return entry.content == encode(message)
 

@@ -34,7 +34,6 @@ def make_certificate(
 
 
 def pem(made: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
-    """Return a certificate or a private key as PEM."""
     if isinstance(made, x509.Certificate):
         return made.public_bytes(serialization.Encoding.PEM)
     return made.private_bytes(

@@ -111,7 +111,6 @@ class SecureDirectory:
 
     @property
     def runs(self) -> list[str]:
-        """Return the runs that have credentials here."""
         return sorted(found.parent.name for found in self.path.glob("*/operator.creds"))
 
     def make(self, runs: Sequence[str], url: str) -> None:

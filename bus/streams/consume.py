@@ -60,7 +60,6 @@ class Inbox:
 
     @property
     def ready(self) -> int:
-        """Return the number of messages that are here."""
         return len(self._messages)
 
     async def take(self, limit: int, timeout_s: float = POLL_S) -> list[Msg]:

@@ -157,7 +157,6 @@ class Parts:
 
     @property
     def held_bytes(self) -> int:
-        """Return the number of bytes that incomplete sets hold now."""
         return sum(held.size_bytes for held in self._sets.values())
 
     async def collect(self, raws: Sequence[Msg]) -> list[StreamMessage]:

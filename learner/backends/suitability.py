@@ -34,7 +34,6 @@ def refuse_untrainable(
 
 
 def trains(backend: BackendName, hf_config: PretrainedConfig) -> bool:
-    """Tell whether a backend trains models of this configuration."""
     return not _untrained(backend, hf_config)
 
 

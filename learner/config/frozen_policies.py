@@ -87,7 +87,6 @@ class TeacherConfig(Config):
     all trajectories."""
 
     def teaches(self, source: str) -> bool:
-        """Tell whether it teaches the trajectories of prompts of this source."""
         return not self.sources or source in self.sources
 
     @property

@@ -61,7 +61,6 @@ class StepBatch:
 
     @property
     def zero_rewards(self) -> int:
-        """Return the number of trained trajectories whose reward is 0."""
         return sum(reward == 0 for reward in self.outcomes.rewards)
 
     @property

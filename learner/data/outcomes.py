@@ -47,7 +47,6 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, trajectory: Trajectory, advantages: NDArray[np.float64]) -> "Outcome":
-        """Return that of a trajectory with one advantage, or [L]."""
         mask = trajectory.loss_mask
         return cls(
             trajectory.trajectory_id,
@@ -74,7 +73,6 @@ class Outcomes:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the number of trained tokens of each trajectory."""
         return [one.tokens for one in self.each]
 
     @property

@@ -70,7 +70,6 @@ class Sample:
 
     @property
     def has_zero_advantages(self) -> bool:
-        """Tell whether each trained token has the advantage 0."""
         advantages = np.broadcast_to(self.streams["advantages"], len(self.token_ids))
         return not advantages[1:][self.loss_mask[1:]].any()
 
@@ -154,7 +153,6 @@ class MicroBatch:
 
     @property
     def computed_tokens(self) -> int:
-        """Return the number of tokens that go through the model."""
         return len(self.tokens if self.tree is None else self.tree.source)
 
     @property

@@ -63,7 +63,6 @@ MEANINGS = {
 
 
 def ranges(config: DiagnosticsConfig) -> dict[str, Range]:
-    """Return the ranges by the names of the figures."""
     bounds = _bounds(config)
     return {
         name: Range(-inf if lowest is None else lowest, inf if highest is None else highest, MEANINGS[name])

@@ -129,7 +129,6 @@ def raw_config(directory: Path) -> dict[str, Any]:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Tell whether the directory has a tokenizer of its own."""
     return any((path / name).is_file() for name in TOKENIZER_FILES if name.startswith("tokenizer"))
 
 
@@ -253,7 +252,6 @@ def _write_index(path: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer that exist."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -52,7 +52,6 @@ class Profiling:
         self._asked: _Asked | None = None
 
     async def serve(self, finished: asyncio.Event) -> None:
-        """Answer requests until `finished`."""
         serving = await self._bus.serve(self._bus.subject("rpc", "profile"), ProfileRequest, self._answer)
         await finished.wait()
         await serving.unsubscribe()

@@ -285,7 +285,6 @@ class Rank:
         return await self.in_thread(lambda: scored_probe(self._backend, self._images))
 
     async def begin_profile(self) -> None:
-        """Trace from now on what torch does here."""
         await self.in_thread(self._profiler.begin)
 
     async def end_profile(self, directory: Path) -> list[RankProfile]:

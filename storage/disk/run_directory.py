@@ -123,7 +123,6 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """Return whether the run has been started."""
         return self._path.is_dir()
 
     @contextmanager
@@ -143,7 +142,6 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """Return the run's directory."""
         make_directory(self._path)
         return self._path
 
@@ -173,7 +171,6 @@ class RunDirectory:
         return self._directory(f"shadows/{name}")
 
     def replay(self, shard: int) -> Path:
-        """Return the directory of the replay store of one shard."""
         return self._directory(f"replay/shard_{shard:02d}")
 
     def write_provenance(self, changed: Mapping[str, Json] | None = None) -> None:

@@ -113,7 +113,6 @@ class Dispatcher:
 
     @property
     def policy(self) -> PolicyManifest | None:
-        """Return the learner's newest version."""
         return self._admission.policy
 
     def admit(self) -> None:

@@ -81,7 +81,6 @@ def reciprocal_sqrt(x: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Return its value by Horner's rule, the coefficient of the highest power first."""
     found = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         found.add_(coefficient).mul_(x)

@@ -91,7 +91,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mean(x: Tensor) -> Tensor:
-    """Return the means along the last dimension, [..., 1]."""
     count = x.shape[-1]
     return with_gradient(  # type: ignore[no-any-return]
         lambda given: (sums.exact_sum(given) / count).float(), lambda given: given.mean(-1, keepdim=True), x

@@ -107,7 +107,6 @@ class GivenGroups:
         return set(self._unflushed)
 
     def flushed(self, steps: set[int]) -> None:
-        """Take note that these steps are on the disk."""
         self._unflushed -= steps
 
     def forget(self, step: int, *, oldest_version: int) -> None:

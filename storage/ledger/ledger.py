@@ -390,7 +390,6 @@ class Ledger:
         return self._given.samples
 
     def account(self) -> Account:
-        """Return where every group is."""
         return Account(
             issued=self.next_id,
             rolling_out=len(self.rolling_out),

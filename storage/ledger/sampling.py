@@ -75,7 +75,6 @@ class Index:
         return len(self.lease_ids)
 
     def where(self, keep: NDArray[np.bool_]) -> "Index":
-        """Return the groups under the mask."""
         return Index(self.lease_ids[keep], self.versions[keep], self.spreads[keep], self.uses[keep])
 
 

@@ -73,7 +73,6 @@ class HeldOutStore:
             return [number for (number,) in sql.execute("SELECT number FROM answers ORDER BY number")]
 
     def read(self, numbers: Sequence[int]) -> dict[int, HeldOutAnswers]:
-        """Return the answers of these numbers that are still there."""
         if not self.path.exists():
             return {}
         query = "SELECT body FROM answers WHERE number = ?"

@@ -23,7 +23,6 @@ TAIL_BYTES = 4 << 20
 
 
 def metrics_record(metrics: Metrics) -> Record:
-    """Return the line for one process's numbers."""
     head: Record = {
         "time_s": metrics.time_s,
         "source": metrics.source,

@@ -152,7 +152,6 @@ class SourceSuccess:
         self.mix_if_due()
 
     def of(self, source: str) -> Success:
-        """Return the success of a source."""
         known = self._ledger.facts.get(f"{_SUCCESS}{source}")
         return Success() if known is None else Success(**json.loads(known))
 

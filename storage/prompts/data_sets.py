@@ -183,7 +183,6 @@ class DataSets:
         )
 
     def source(self, lease_id: int) -> str:
-        """Return the name of the source of a lease's prompt; empty where its data set is no mixture."""
         return self._order.source(lease_id)
 
     @property
@@ -192,7 +191,6 @@ class DataSets:
         return self._order.drawn(self._ledger.next_id)
 
     def prompt(self, lease_id: int) -> Prompt:
-        """Return the prompt of an open lease."""
         found, index = self._order.find(lease_id)
         return with_source(self._prompts[found.digest][index], self.source(lease_id))
 

@@ -31,7 +31,6 @@ class PromptOrder:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def epoch(self, position: int) -> int:
-        """Return the epoch of the position-th prompt."""
         return position // self._count
 
     def index(self, position: int) -> int:
@@ -196,11 +195,9 @@ class DataSetOrder:
         return found, self._orders[n].index(lease_id - found.first_lease)
 
     def data_set(self, lease_id: int) -> DataSet:
-        """Return the data set of a lease, issued or not."""
         return self._data_sets[self._number(lease_id)]
 
     def source(self, lease_id: int) -> str:
-        """Return the name of the source of a lease's prompt; empty where its data set is no mixture."""
         n = self._number(lease_id)
         found, order = self._data_sets[n], self._orders[n]
         if not isinstance(order, MixtureOrder):
@@ -208,7 +205,6 @@ class DataSetOrder:
         return found.sources[order.source(lease_id - found.first_lease)].name
 
     def drawn(self, lease_id: int) -> dict[str, int]:
-        """Return how many prompts each source of a lease's data set has given before that lease, by name."""
         n = self._number(lease_id)
         found, order = self._data_sets[n], self._orders[n]
         if not isinstance(order, MixtureOrder):

@@ -24,7 +24,6 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 async def serve_siblings(bus: Bus, store: ReplayStore, shard: int) -> Subscription:
-    """Answer `GroupStatusRequest`s about this shard's groups."""
     return await bus.serve(
         bus.subject("rpc", "group_status", shard), GroupStatusRequest, partial(_status, store)
     )
@@ -47,7 +46,6 @@ async def _status(store: ReplayStore, request: GroupStatusRequest) -> list[Messa
 
 
 async def serve_turns(bus: Bus, store: ReplayStore, shard: int) -> Subscription:
-    """Answer `KeptTurnsRequest`s about this shard's leases."""
     return await bus.serve(bus.subject("rpc", "kept_turns", shard), KeptTurnsRequest, partial(_turns, store))
 
 
@@ -84,7 +82,6 @@ async def close_short(bus: Bus, lease_ids: Iterable[int], shards: int) -> tuple[
 
 
 async def serve_closing(bus: Bus, store: ReplayStore, shard: int) -> Subscription:
-    """Answer `CloseRequest`s about this shard's groups."""
     return await bus.serve(bus.subject("rpc", "close", shard), CloseRequest, partial(_closed, store))
 
 

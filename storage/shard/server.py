@@ -80,7 +80,6 @@ class Shard:
         """Set once it hears requests."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Store what arrives and answer reads until `stop`."""
         serving = [
             await self._bus.serve(self._bus.subject("rpc", "read", self._number), ReadRequest, self._on_read),
             await self._bus.serve(

@@ -36,7 +36,6 @@ class Columns:
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the rows of `parts`, one after the other."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
     @classmethod
@@ -154,7 +153,6 @@ class RowIndex:
         return lease_id in self._last
 
     def columns(self) -> Columns:
-        """Return a copy of what is known."""
         return Columns(
             np.array(self._leases, np.int64),
             np.array(self._samples, np.int32),
@@ -198,11 +196,9 @@ class RowIndex:
         return leases
 
     def holds_all(self, lease_id: int) -> bool:
-        """Tell whether all samples of the group are stored."""
         return 0 < self.samples_stored(lease_id) == self.group_size(lease_id)
 
     def samples_stored(self, lease_id: int) -> int:
-        """Return how many samples of the group are stored."""
         last = self._last.get(lease_id, -1)
         return self._ordinal[last] if last >= 0 else 0
 
@@ -225,11 +221,9 @@ class RowIndex:
         return self._leases[at], self._samples[at]
 
     def tokens(self, lease_id: int) -> int:
-        """Return the number of tokens of all stored samples of a group."""
         return sum(self._tokens[at] for at in self._chain(self._last.get(lease_id, -1)))
 
     def holds(self, lease_id: int, sample: int) -> bool:
-        """Return whether this sample of the group is stored."""
         last = self._last.get(lease_id, -1)
         return last >= 0 and self._holds(last, sample)
 

@@ -40,7 +40,6 @@ class KeptTurns:
             self._leases = Counter(dict(sql.execute(query).fetchall()) if sql is not None and there else {})
 
     def number_of(self, lease_id: int) -> int:
-        """Return how many turns there are of a lease."""
         return self._leases[lease_id]
 
     def __bool__(self) -> bool:

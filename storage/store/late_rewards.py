@@ -161,7 +161,6 @@ class LateRewards:
             sql.executemany("DELETE FROM due WHERE lease_id = ?", keys)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Count these rewards as missing no more."""
         for lease_id, sample in keys:
             missing = self._missing.get(lease_id, set())
             missing.discard(sample)

@@ -143,7 +143,6 @@ def merged(entries: Collection[SegmentEntry], size_bytes: int = 0) -> SegmentEnt
 
 
 def hull(ranges: Iterable[range]) -> range:
-    """Return the smallest range that holds all of these."""
     held = [each for each in ranges if each]
     return range(min(r.start for r in held), max(r.stop for r in held)) if held else range(0)
 
@@ -266,7 +265,6 @@ class MappedSegments(Generic[K]):
         return segment
 
     def drop(self, key: K) -> None:
-        """Unmap the segment of `key`, if it is mapped."""
         if (segment := self._segments.pop(key, None)) is not None:
             segment.close()
 

@@ -181,7 +181,6 @@ class ReplayStore:
             return tuple(self._held.layout.entries)
 
     def tokens_of(self, lease_id: int) -> int:
-        """Return the number of tokens of all trajectories of a complete group."""
         with self._held.mutex:
             return self._held.index.tokens(lease_id)
 

@@ -340,7 +340,6 @@ class Segment:
 
     @property
     def leases(self) -> NDArray[np.int64]:
-        """Return the lease of each trajectory, [N]."""
         return self._rows[1:, ROW_COLUMNS.index("lease_id")]
 
     def decoded(self, name: str) -> NDArray[Any]:

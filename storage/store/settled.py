@@ -36,7 +36,6 @@ class Settled:
     """The highest lease of a complete group."""
 
     def covers(self, lease_id: int) -> bool:
-        """Tell whether a lease is settled."""
         return 0 <= lease_id < self.through and lease_id not in self.open
 
     def which(self, leases: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -82,11 +82,9 @@ class ServedFile:
         self._file = file
 
     def has(self, begin: int, end: int) -> bool:
-        """Return whether a file of this size has them."""
         return 0 <= begin <= end <= self.size_bytes
 
     def read(self, begin: int, count: int) -> Data:
-        """Read from the file."""
         return os.pread(self._file, count, begin)
 
     def close(self) -> None:
@@ -336,7 +334,6 @@ class HttpBlobs:
 
     @property
     def sent_bytes(self) -> int:
-        """Return how many bytes of blobs this process has sent."""
         return self._server.sent_bytes
 
     async def start(self) -> None:

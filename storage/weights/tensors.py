@@ -72,11 +72,9 @@ class HostTensor:
         return part_count(len(self.words), self.words.itemsize)
 
     def part(self, number: int) -> Words:
-        """Return one part of the tensor, in the same memory."""
         return self.words[place_of(number, len(self.words), self.words.itemsize)]
 
     def same_kind(self, other: "HostTensor") -> bool:
-        """Return whether both have the same dtype and shape."""
         return self.dtype == other.dtype and self.shape == other.shape
 
 

@@ -50,7 +50,6 @@ class Objective:
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
-        """Return the objective of reinforcement learning."""
         return cls(
             learner.used_loss,
             learner.used_correction,
@@ -72,7 +71,6 @@ class Objective:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Tags of the frozen policies that it wants."""
         return ("reference",) * (self.reference.kl_coef > 0) + self.teachers + self.top_k_teachers
 
     @property

@@ -162,7 +162,6 @@ class Shape:
 
     @property
     def delta_layers(self) -> tuple[bool, ...]:
-        """Say which layers are delta nets."""
         return (False,) * self.layers if self.delta is None else self.delta.layers
 
     @classmethod
@@ -267,7 +266,6 @@ def as_it_came(name: str) -> Rule:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter of megatron-core's model is an adapter's, by its name."""
     return f"{ADAPTER}." in name
 
 

@@ -41,7 +41,6 @@ def unknown(hf_config: PretrainedConfig) -> str:
 
 
 def shape_of(hf_config: PretrainedConfig) -> Shape:
-    """Read a model's shape, its experts included."""
     return family_of(hf_config).shape(hf_config)
 
 

@@ -31,7 +31,6 @@ class Stack:
         return (len(self.members), *inputs, outputs * len(self.members[0]))
 
     def member_shape(self, stack: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a member from that of the stack."""
         _, *inputs, outputs = stack
         return (outputs // len(self.members[0]), *inputs)
 

@@ -38,7 +38,6 @@ LAYER_NORM = re.compile(rf"(decoder\.layers\.\d+\.|{re.escape(HEAD_LAYER)})(.+_l
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Tell whether `torch_dist` files lie there."""
     return (directory / ".metadata").is_file()
 
 

@@ -187,7 +187,6 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
 
     @property
     def head_settings(self) -> HeadSettings:
-        """Return sizes and constants of this rank's heads."""
         return HeadSettings(
             groups=self.num_query_groups_per_partition,
             width=self.hidden_size_per_attention_head,
