@@ -3,7 +3,7 @@
 import mmap
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import prod
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bus.errors import TrainingError
+from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor
 
 CUDA_SUCCESS = 0
 ALIGNED_BYTES = 64
@@ -139,3 +140,18 @@ class CopyBuffers:
             arrived.record()
         places = iter(self._memory)
         return StateCopies(tensors, [next(places) if t.is_cuda else None for t in tensors], arrived)
+
+
+NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
+"""Name of each torch dtype in safetensors."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def host_tensors(state: Mapping[str, Tensor]) -> dict[str, HostTensor]:
+    """Return the same memory as words; tensors must be contiguous and on the host."""
+    found = {}
+    for name, tensor in state.items():
+        size = tensor.element_size()
+        words = tensor.detach().reshape(-1).view(INTEGERS[size]).numpy().view(WORD[size])
+        found[name] = HostTensor(NAMES[tensor.dtype], tuple(tensor.shape), words)
+    return found

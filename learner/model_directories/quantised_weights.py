@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
-from learner.host_memory.host_tensors import NAMES, host_tensors
+from learner.host_memory.copies import NAMES, host_tensors
 from learner.model_directories.lazy_weights import ChangedWeights, LazyWeights, Spec
 from storage.weights.fp8 import TASK_ELEMENTS, Blocks, dequantised
 from storage.weights.int4 import PACKED_COLUMNS, unpacked

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from learner.backends.contract.backend import Exported, ExportedPiece
 from learner.distributed.process_group import device, gathered, most_over_ranks
-from learner.host_memory.copies import host_memory
-from learner.host_memory.host_tensors import INTEGERS, NAMES, host_tensors
+from learner.host_memory.copies import INTEGERS, NAMES, host_memory, host_tensors
 from storage.weights.tensors import HostTensor
 
 Pieces = Sequence[ExportedPiece]

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from learner.backends.contract.backend import Backend, Exported, TrainedAdapters
 from learner.distributed.process_group import device
-from learner.host_memory.copies import host_memory
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_memory, host_tensors
 from learner.publication.announcement import AdapterBase
 from learner.publication.divided_weights import DividedWeights
 from learner.publication.whole_model import WholeModel

@@ -230,10 +230,8 @@ class Ledger:
         self.next_id += count
         self.rolling_out.update((lease.lease_id, lease) for lease in leases)
         self._change(
-            (
-                "INSERT INTO leases (lease_id, policy_version, state) VALUES (?, ?, 'issued')",
-                tuple((lease.lease_id, lease.policy_version) for lease in leases),
-            )
+            "INSERT INTO leases (lease_id, policy_version, state) VALUES (?, ?, 'issued')",
+            *((lease.lease_id, lease.policy_version) for lease in leases),
         )
         return [lease.lease_id for lease in leases]
 
@@ -242,12 +240,8 @@ class Ledger:
         their staleness counts from there. `flush` comes before any actor hears of it."""
         for lease_id in lease_ids:
             self.rolling_out[lease_id] = Candidate(policy_version, lease_id)
-        self._change(
-            (
-                "UPDATE leases SET policy_version = ? WHERE lease_id = ?",
-                tuple((policy_version, lease_id) for lease_id in lease_ids),
-            )
-        )
+        rows = ((policy_version, lease_id) for lease_id in lease_ids)
+        self._change("UPDATE leases SET policy_version = ? WHERE lease_id = ?", *rows)
 
     def store(
         self, lease_id: int, spread: float = 0.0, tokens: int = 0, computed_tokens: int = 0,
@@ -265,11 +259,9 @@ class Ledger:
         counts = tokens, computed_tokens, *images
         self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, *counts)
         self._change(
-            (
-                "UPDATE leases SET state = 'stored', spread = ?, tokens = ?, computed_tokens = ?, "
-                "images = ?, image_tokens = ? WHERE lease_id = ?",
-                ((spread, *counts, lease_id),),
-            )
+            "UPDATE leases SET state = 'stored', spread = ?, tokens = ?, computed_tokens = ?, images = ?, "
+            "image_tokens = ? WHERE lease_id = ?",
+            (spread, *counts, lease_id),
         )
         return True
 
@@ -280,7 +272,7 @@ class Ledger:
         self.drop_fact(f"{ATTEMPTS}{lease_id}")
         self.reasons[reason] += 1
         self._change(
-            ("UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?", ((reason, lease_id),))
+            "UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?", (reason, lease_id)
         )
         return True
 
@@ -290,13 +282,13 @@ class Ledger:
         if self.reject(lease_id, DAMAGED):
             return
         self._damaged.add(lease_id)
-        self._change(("UPDATE leases SET reason = ? WHERE lease_id = ?", ((DAMAGED, lease_id),)))
+        self._change("UPDATE leases SET reason = ? WHERE lease_id = ?", (DAMAGED, lease_id))
 
     def lease(self, step: int, lease_ids: Sequence[int], weights: Sequence[float] = ()) -> None:
         """Give complete groups to a step: stored ones, or some that other steps trained on already."""
         weights = weights or [1.0] * len(lease_ids)
         uses = [Use(self._complete(lease_id), w) for lease_id, w in zip(lease_ids, weights, strict=True)]
-        self._change(
+        self._changes(
             (
                 "INSERT INTO uses (lease_id, step, place, weight) VALUES (?, ?, ?, ?)",
                 tuple((use.lease_id, step, place, use.weight) for place, use in enumerate(uses)),
@@ -310,18 +302,16 @@ class Ledger:
 
     def commit(self, step: int) -> None:
         self._change(
-            (
-                "UPDATE leases SET state = 'committed' WHERE state = 'leased' AND EXISTS "
-                "(SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id AND step <= ?)",
-                ((step,),),
-            )
+            "UPDATE leases SET state = 'committed' WHERE state = 'leased' AND EXISTS "
+            "(SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id AND step <= ?)",
+            (step,),
         )
 
     def roll_back(self, step: int) -> int:
         """Take back the groups of every step after `step`, committed or not; returns how many uses."""
         undone, free = self._given.take_back(step)
         self.stored.update((group.lease_id, group) for group in free)
-        self._change(
+        self._changes(
             (
                 "UPDATE leases SET state = 'stored' WHERE lease_id IN (SELECT lease_id FROM uses WHERE "
                 "step > ?) AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id "
@@ -338,15 +328,13 @@ class Ledger:
     def set_fact(self, name: str, value: str) -> None:
         self.facts[name] = value
         self._change(
-            (
-                "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-                ((name, value),),
-            )
+            "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            (name, value),
         )
 
     def drop_fact(self, name: str) -> None:
         if self.facts.pop(name, None) is not None:
-            self._change(("DELETE FROM facts WHERE name = ?", ((name,),)))
+            self._change("DELETE FROM facts WHERE name = ?", (name,))
 
     def forget(self, step: int, *, oldest_version: int) -> None:
         """Keep what is known of the steps up to `step` on the disk alone.
@@ -431,8 +419,11 @@ class Ledger:
             return self.stored[lease_id]
         return self._given.group(lease_id)
 
-    def _change(self, *changes: _Change) -> None:
-        """Changes that reach the disk together or not at all."""
+    def _change(self, statement: str, *rows: tuple[object, ...]) -> None:
+        self._changes((statement, rows))
+
+    def _changes(self, *changes: _Change) -> None:
+        """Note changes that reach the disk together or not at all."""
         with self._changing:
             self._pending += changes
 

@@ -9,8 +9,7 @@ from concurrent.futures import Executor
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.weights.float_conversion import Floats, narrowed, widened
-from storage.weights.tensors import Words, in_order
+from storage.weights.tensors import Floats, Words, in_order, narrowed, widened
 
 GROUP = 128
 """Columns of a row that share a scale."""

@@ -7,7 +7,6 @@ from itertools import chain
 import numpy as np
 
 from bus.errors import StorageError
-from storage.weights.float_conversion import widened
 from storage.weights.fp8 import Blocks, Codes, Floats, codes_of, encoded, largest_magnitudes, scales_of
 from storage.weights.int4 import GROUP, PACKED_COLUMNS, group_scales, largest_of_groups, packed
 from storage.weights.quantisation import (
@@ -21,7 +20,7 @@ from storage.weights.quantisation import (
     Int4Format,
     is_quantised,
 )
-from storage.weights.tensors import HostTensor, Words, in_order
+from storage.weights.tensors import HostTensor, Words, in_order, widened
 
 Kind = tuple[str, tuple[int, ...]]
 """Name of a dtype in safetensors, and a shape."""

@@ -24,6 +24,7 @@ from storage.weights.new_memory import words_in
 T = TypeVar("T")
 U = TypeVar("U")
 Words = NDArray[np.unsignedinteger]
+Floats = NDArray[np.float32]
 NewWords = Callable[[Words], Words]
 """Function that makes an array of the same size and dtype with undefined contents."""
 ITEM_BYTES = {
@@ -288,3 +289,27 @@ def whole_numbers(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{value!r} are no sizes")
     return tuple(value)
+
+
+def widened(words: Words, dtype: str) -> Floats:
+    """Return the values of words of a dtype in safetensors as float32. Raises `StorageError` for others."""
+    if dtype == "BF16":
+        return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "F32":
+        return words.view(np.float32)
+    if dtype == "F16":
+        return words.view(np.float16).astype(np.float32)
+    raise StorageError(f"weights of {dtype} cannot be quantised: BF16, F16 and F32 can")
+
+
+def narrowed(values: Floats, dtype: str) -> Words:
+    """Undo `widened`, of finite values. Raises `StorageError` for other dtypes."""
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        return ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+    if dtype == "F32":
+        return values.view(np.uint32)
+    if dtype == "F16":
+        return values.astype(np.float16).view(np.uint16)
+    raise StorageError(f"weights of {dtype} cannot be quantised: BF16, F16 and F32 can")

@@ -34,7 +34,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, PolicyManifest
 from bus.server.nats_server import NatsServer
 from learner.distributed.process_group import device
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.broadcast import Broadcaster
 from storage.model_files.adapter_names import adapter_names
 from storage.weights.tensors import Weights

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.backends.fsdp.names import FileNames
-from learner.backends.shared.grouped_kernel import MULTIPLE, has_kernel
 from learner.backends.shared.lora import first_a
+from learner.backends.shared.multi_tensor import MULTIPLE, has_kernel
 from storage.model_files.adapter_names import WEIGHT
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"

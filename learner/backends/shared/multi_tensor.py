@@ -29,3 +29,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)
+
+
+MULTIPLE = 8
+"""The kernel's rows begin at multiples of 16 bytes, so that widths in bfloat16 are multiples of this."""
+
+
+def has_kernel(tokens: Tensor) -> bool:
+    """Tell whether torch has a kernel for grouped products of such tokens."""
+    return tokens.is_cuda and tokens.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)

@@ -24,7 +24,7 @@ from actors.settings.games import GameConfig, Nim
 from actors.settings.opponents import OpponentConfig
 from bus.errors import ConfigError
 from learner.config.publication import PublicationConfig
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.initial.scratch_model import character_tokenizer
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs

@@ -12,7 +12,7 @@ import torch
 
 from actors.engines.announced_version import Published
 from bus.messages import BlobRef, PolicyManifest
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.broadcast import AS_SGLANG, Broadcaster
 from storage.weights.tensors import Weights
 

@@ -20,7 +20,7 @@ from actors.weights.follow import PolicyFollower
 from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
 from bus.messages import BlobRef, PolicyManifest, SnapshotWanted
 from learner.config.publication import PublicationConfig
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.broadcast import Broadcaster
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs

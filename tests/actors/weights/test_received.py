@@ -14,7 +14,7 @@ from bus.messages import DeltaRef
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from learner.config.publication import PublicationConfig
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication import publisher as publishing
 from learner.publication.publisher import WeightPublisher
 from storage.settings.weights_transport import FilesTransport, HttpTransport

@@ -9,7 +9,7 @@ from actors.engines.embedded.engine import EmbeddedEngine
 from actors.settings.engines import EmbeddedEngineConfig
 from actors.weights.received import Receiver, torch_tensors
 from bus.messages import PolicyManifest
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_sources import Blobs
 from storage.weights.tensors import Weights, snapshot_content

@@ -21,7 +21,7 @@ from bus.errors import BusError
 from bus.messages import BlobRef, PolicyManifest
 from bus.requests import Done
 from bus.weight_requests import BroadcastWanted, OfferedBucket, SignedOffer, WeightOffer
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.broadcast import Broadcaster
 from storage.weights.tensors import Weights
 from tests.actors.sglang_stand_in import StandIn

@@ -11,7 +11,7 @@ from learner.backends.quantised.rounding import Rounding
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy
 from storage.weights.quantisation import FORMATS
 from tests.learner.backends import test_lora_backends, test_mtp_training, test_muon, test_quantisation_aware

@@ -25,7 +25,7 @@ from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.logprobs.logprobs import score
 from storage.disk.checkpoints import latest
 from storage.weights.quantisation import FORMATS

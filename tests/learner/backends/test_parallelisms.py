@@ -19,7 +19,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.distributed.process_group import gathered
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step

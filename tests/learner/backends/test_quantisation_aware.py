@@ -22,7 +22,7 @@ from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from storage.disk.checkpoints import latest
 from storage.weights.fp8 import dequantised
 from storage.weights.quantisation import BLOCKS, FORMATS

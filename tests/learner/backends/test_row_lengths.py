@@ -5,7 +5,7 @@ import torch
 
 from actors.weights.received import merged_weights, torch_tensors
 from learner.backends.shared.lora import excess, row_norms, squared_norms
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from storage.model_files.adapter_names import adapter_names, magnitude_name
 from storage.weights.tensors import Weights
 

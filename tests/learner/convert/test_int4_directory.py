@@ -12,7 +12,7 @@ from bus.errors import ConfigError, StorageError
 from learner.backends.model_loading import load_hf_directory
 from learner.convert.megatron import hf_to_megatron
 from learner.convert.quantised_directory import dequantise, quantise
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from storage.weights import int4
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import quantised

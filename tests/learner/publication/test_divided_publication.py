@@ -21,7 +21,7 @@ from learner.config.parallel import ParallelConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
 from learner.distributed.process_group import gathered
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication import divided_weights
 from learner.publication.publisher import WeightPublisher
 from learner.publication.shared_copy import SharedCopy

@@ -13,8 +13,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.host_memory.copies import host_memory, page_bytes
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_memory, host_tensors, page_bytes
 from learner.publication import host_copy
 from learner.publication.host_copy import HostCopy, copy_weights
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model

@@ -12,7 +12,7 @@ from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusAwayError, BusError, ConfigError, FencedError
 from bus.messages import PolicyManifest, Probe, RoleHolder, SnapshotWanted
 from learner.config.publication import PublicationConfig
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication import publisher as publishing
 from learner.publication import snapshot_writer
 from learner.publication.publisher import WeightPublisher

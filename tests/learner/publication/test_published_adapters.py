@@ -23,7 +23,7 @@ from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.model_directories.model_directory import HFWeights
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights

@@ -18,7 +18,7 @@ from learner.backends.quantised.rounding import Rounding
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy, copy_weights
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication import shared_copy
 from learner.publication.broadcast_process import Source
 from learner.publication.shared_copy import SharedCopy

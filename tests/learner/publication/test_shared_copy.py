@@ -14,7 +14,7 @@ import torch
 
 from bus.errors import BusError, TrainingError
 from bus.weight_requests import BroadcastWanted
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication import broadcast_process as sender
 from learner.publication import shared_copy
 from learner.publication.broadcast import SPARES, Broadcaster

@@ -20,7 +20,7 @@ from learner.config.learner import LearnerConfig
 from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.distributed.process_group import gathered
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.logprobs.logprobs import recorded_logprobs
 from learner.publication.host_copy import HostCopy, copy_weights
 from learner.step.rl_step import train_on

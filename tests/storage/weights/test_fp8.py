@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
 from storage.weights import fp8, int4, quantised_tensors
-from storage.weights.float_conversion import widened
 from storage.weights.fp8 import VALUES, Blocks, codes_of, dequantised, scales_of
 from storage.weights.quantisation import BLOCKS, FORMATS, is_quantised, quantisation_config, with_scales
 from storage.weights.quantised_tensors import quantised
-from storage.weights.tensors import HostTensor
+from storage.weights.tensors import HostTensor, widened
 
 pytestmark = pytest.mark.slow
 

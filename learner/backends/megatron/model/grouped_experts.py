@@ -21,7 +21,7 @@ from learner.backends.megatron.core.megatron_core import (
     weighted_bias_swiglu_impl,
 )
 from learner.backends.megatron.model.adapter import Adapter, side_by_side
-from learner.backends.shared.grouped_kernel import MULTIPLE, has_kernel
+from learner.backends.shared.multi_tensor import MULTIPLE, has_kernel
 
 LAYERS = ("linear_fc1", "linear_fc2")
 """Names of an expert's layers: gate and up projection, and down projection."""

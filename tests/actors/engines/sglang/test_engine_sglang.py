@@ -23,7 +23,7 @@ from bus.messages import BlobRef, PolicyManifest
 from bus.server.nats_server import NatsServer
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.logprobs.served_teachers import ask_teachers
 from learner.publication.broadcast import Broadcaster
 from storage.weights.tensors import Weights

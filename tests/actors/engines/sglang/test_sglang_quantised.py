@@ -21,7 +21,7 @@ from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
 from actors.weights.received import torch_tensors
 from bus.errors import ConfigError
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from storage.weights.quantisation import FORMATS, quantisation_config, with_scales
 from storage.weights.quantised_tensors import quantised
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy

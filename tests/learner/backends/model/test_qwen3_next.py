@@ -26,7 +26,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
-from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy
 from tests.learner.backends.model.built import built_from, logits_of_both
 from tests.learner.tiny import (
