@@ -208,8 +208,8 @@ MUTATIONS = (
     Mutation(
         "a commit leaves out its own step",
         "storage/ledger/ledger.py",
-        ('uses.lease_id = leases.lease_id AND step <= ?)",\n                ((step,),),'),
-        ('uses.lease_id = leases.lease_id AND step < ?)",\n                ((step,),),'),
+        ('uses.lease_id = leases.lease_id AND step <= ?)",\n            (step,),'),
+        ('uses.lease_id = leases.lease_id AND step < ?)",\n            (step,),'),
         STEPS,
     ),
     Mutation(
