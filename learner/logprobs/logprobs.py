@@ -1,7 +1,10 @@
 """Passes that only compute log-probs: without gradient or stored activations, with their own token budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,12 +16,15 @@ from bus.errors import ConfigError, TrainingError
 from bus.trajectory import Groups
 from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import Backend, Critic
-from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.data.batches import recorded_samples
-from learner.data.packing import Sample, numbered_packs, without_experts
+from learner.data.packing import MicroBatch, Sample, numbered_packs, without_experts
 from learner.data.top_tokens import NO_TOKEN, TopTokens
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers
+
+R = TypeVar("R")
+Packs = Sequence[tuple[list[int], MicroBatch]]
+"""Micro-batches, each with the numbers of its samples."""
 
 
 def recorded_logprobs(
@@ -34,9 +40,7 @@ def recorded_logprobs(
     first = backend.data_parallel_group.rank() == 0
     samples = recorded_samples(groups, with_experts=learner.router_replay == "engine") if first else []
     chosen = _chosen(samples, learner.recorded_logprobs.trajectories)
-    batch = learner.batch
-    budget = batch.logprob_token_budget
-    found = score(backend, chosen, tokens_per_micro_batch=budget)
+    found = score(backend, chosen, tokens_per_micro_batch=learner.batch.logprob_token_budget)
     return {
         sample.name: scores.logprobs[1:][sample.loss_mask[1:]]
         for sample, scores in zip(chosen, found, strict=True)
@@ -48,55 +52,43 @@ def _chosen(samples: Sequence[Sample], count: int) -> list[Sample]:
     return sorted(samples, key=lambda sample: xxhash.xxh3_64_intdigest(sample.name.encode()))[:count]
 
 
-def with_top_tokens(
-    backend: Backend, samples: Sequence[Sample], teachers: Mapping[str, TeacherConfig],
-    answers: Mapping[str, Sequence[TopTokens]], *, tokens_per_micro_batch: int, share_prefixes: bool = False,
+def _with_top_tokens(
+    backend: Backend, samples: Sequence[Sample], learner: LearnerConfig,
+    answers: Mapping[str, Sequence[TopTokens]],
 ) -> list[Sample]:  # fmt: skip
-    """Add the likeliest tokens of the teacher that each sample has, and the weight of their divergence.
-
-    Every rank calls this. `teachers` have `kl = "top_k"` and sources that do not overlap; `answers` are those
-    of the ones behind servers, which need no pass."""
+    """Add the likeliest tokens of the teacher that each sample has, and the weight of their divergence."""
     found = list(samples)
-    for tag, teacher in teachers.items():
+    for tag, teacher in learner.used_teachers.items():
+        if teacher.kl != "top_k":
+            continue
         taught = [i for i, sample in enumerate(samples) if teacher.teaches(sample.source)]
+        tops: Sequence[TopTokens]
         if teacher.url is not None:
             tops = answers[tag]
         else:
-            tops = score_top_tokens(
-                backend,
-                [samples[i] for i in taught],
-                teacher.top_k or 0,
-                policy=tag,
-                tokens_per_micro_batch=tokens_per_micro_batch,
-                share_prefixes=share_prefixes,
-            )
+            packs = _packs(without_experts([samples[i] for i in taught]), learner)
+            count = teacher.top_k or 0
+            with backend.frozen.in_place(tag):
+                values_of = backend.top_tokens([batch for _, batch in packs], count)
+            tops = _by_sample(packs, values_of, partial(_top_tokens, count=count))
         for i, top in zip(taught, tops, strict=True):
             with_coef = samples[i].with_streams(**{f"{teacher.direction}_kl_coefs": teacher.coef})
             found[i] = replace(with_coef, taught=top)
     return found
 
 
-def score_top_tokens(
-    backend: Backend, samples: Sequence[Sample], count: int, *, policy: str, tokens_per_micro_batch: int,
-    share_prefixes: bool = False,
-) -> list[TopTokens]:  # fmt: skip
-    """Find the `count` likeliest tokens in place of each trained one. Every rank calls this.
+def _packs(samples: Sequence[Sample], learner: LearnerConfig) -> Packs:
+    budget, share_prefixes = learner.batch.logprob_token_budget, learner.batch.share_prefixes
+    return numbered_packs(samples, budget, share_prefixes=share_prefixes)
 
-    Args:
-        backend: its weights are bit for bit the same afterwards.
-        samples: the samples of this data-parallel rank, equal on the ranks that share a model with it.
-        count: tokens in each place.
-        policy: tag of a frozen policy.
-        tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
-        share_prefixes: compute once what samples of one prompt begin with."""
-    packs = numbered_packs(without_experts(samples), tokens_per_micro_batch, share_prefixes=share_prefixes)
-    with backend.frozen.in_place(policy):
-        values_of = backend.top_tokens([batch for _, batch in packs], count)
-    found: dict[int, TopTokens] = {}
+
+def _by_sample(packs: Packs, values_of: Sequence[Tensor], read: Callable[[Tensor], R]) -> list[R]:
+    """Return what `read` makes of the values [..., L] of each sample, in the order of the samples."""
+    found: dict[int, R] = {}
     for (members, batch), values in zip(packs, values_of, strict=True):
-        for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=1), strict=True):
-            found[i] = _top_tokens(of_sample, count)
-    return [found[i] for i in range(len(samples))]
+        for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=-1), strict=True):
+            found[i] = read(of_sample)
+    return [found[i] for i in range(len(found))]
 
 
 def _top_tokens(values: Tensor, count: int) -> TopTokens:
@@ -128,43 +120,19 @@ def with_logprobs(
 
     `answers` are those of the teachers behind servers, which need no pass.
     The current policy is the proximal one of the updates that follow (arXiv:2110.00641)."""
-    budget = learner.batch.logprob_token_budget
     scored = list(samples)
     for tag in Objective.of(learner).policies:
         if tag == "proximal" and learner.router_replay == "learner":
             continue  # `with_own_experts` knows them already
-        found = score(
-            backend,
-            samples,
-            policy=None if tag == "proximal" else tag,
-            tokens_per_micro_batch=budget,
-            share_prefixes=learner.batch.share_prefixes,
-        )
-        for i, scores in enumerate(found):
+        for i, scores in enumerate(_score(backend, samples, learner, None if tag == "proximal" else tag)):
             scored[i] = scored[i].with_streams(**{f"{tag}_logprobs": scores.logprobs})
-    share, teachers = learner.batch.share_prefixes, learner.used_teachers
-    scored = _with_teachers(
-        backend,
-        scored,
-        {tag: teacher for tag, teacher in teachers.items() if teacher.kl == "sampled"},
-        answers.logprobs,
-        tokens_per_micro_batch=budget,
-        share_prefixes=share,
-    )
-    return with_top_tokens(
-        backend,
-        scored,
-        {tag: teacher for tag, teacher in teachers.items() if teacher.kl == "top_k"},
-        answers.top_tokens,
-        tokens_per_micro_batch=budget,
-        share_prefixes=share,
-    )
+    scored = _with_teachers(backend, scored, learner, answers.logprobs)
+    return _with_top_tokens(backend, scored, learner, answers.top_tokens)
 
 
 def _with_teachers(
-    backend: Backend, samples: Sequence[Sample], teachers: Mapping[str, TeacherConfig],
-    answers: Mapping[str, Sequence[NDArray[np.float32]]], *,
-    tokens_per_micro_batch: int, share_prefixes: bool,
+    backend: Backend, samples: Sequence[Sample], learner: LearnerConfig,
+    answers: Mapping[str, Sequence[NDArray[np.float32]]],
 ) -> list[Sample]:  # fmt: skip
     """Add what the loss wants of the teachers: how much each sample is drawn to them, and where they are.
 
@@ -172,18 +140,15 @@ def _with_teachers(
     log m the mean of the teachers' log-probs by these weights: so any number of teachers is one penalty."""
     coefs = [0.0] * len(samples)
     totals: list[NDArray[np.float64] | float] = [0.0] * len(samples)
-    for tag, teacher in teachers.items():
+    for tag, teacher in learner.used_teachers.items():
+        if teacher.kl != "sampled":
+            continue
         taught = [i for i, sample in enumerate(samples) if teacher.teaches(sample.source)]
+        found: Sequence[NDArray[np.float32]]
         if teacher.url is not None:
             found = answers[tag]
         else:
-            passed = score(
-                backend,
-                [samples[i] for i in taught],
-                policy=tag,
-                tokens_per_micro_batch=tokens_per_micro_batch,
-                share_prefixes=share_prefixes,
-            )
+            passed = _score(backend, [samples[i] for i in taught], learner, tag)
             found = [scores.logprobs for scores in passed]
         for i, logprobs in zip(taught, found, strict=True):
             coefs[i] += teacher.coef
@@ -196,41 +161,34 @@ def _with_teachers(
     ]
 
 
-def score(
-    backend: Backend,
-    samples: Sequence[Sample],
-    *,
-    policy: str | None = None,
-    tokens_per_micro_batch: int,
-    share_prefixes: bool = False,
+def _score(
+    backend: Backend, samples: Sequence[Sample], learner: LearnerConfig, policy: str | None
 ) -> list[TokenScores]:
-    """Compute log-probs and entropy of the trained tokens. Every rank calls this.
+    budget, share_prefixes = learner.batch.logprob_token_budget, learner.batch.share_prefixes
+    return score(
+        backend, samples, policy=policy, tokens_per_micro_batch=budget, share_prefixes=share_prefixes
+    )
 
-    Args:
-        policy: tag of a frozen policy; `None` is the current one."""
+
+def score(
+    backend: Backend, samples: Sequence[Sample], *,
+    policy: str | None = None, tokens_per_micro_batch: int, share_prefixes: bool = False,
+) -> list[TokenScores]:  # fmt: skip
+    """Compute log-probs and entropy of the trained tokens. Every rank calls this. `policy` is the tag of a
+    frozen policy; `None` is the current one."""
     if policy is not None:
-        with backend.frozen.in_place(policy):
-            return score(
-                backend,
-                without_experts(samples),
-                tokens_per_micro_batch=tokens_per_micro_batch,
-                share_prefixes=share_prefixes,
-            )
+        samples = without_experts(samples)
     packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)
-    values_of = backend.logprobs([batch for _, batch in packs])
-    found: dict[int, TokenScores] = {}
-    for (members, batch), values in zip(packs, values_of, strict=True):
-        for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=1), strict=True):
-            found[i] = _scores(of_sample)
-    return [found[i] for i in range(len(samples))]
+    with nullcontext() if policy is None else backend.frozen.in_place(policy):
+        values_of = backend.logprobs([batch for _, batch in packs])
+    return _by_sample(packs, values_of, _scores)
 
 
 def with_own_experts(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[Sample]:
     """Have all passes of the step send each token where a first one does. Every rank calls this. Its
     log-probs are those of the proximal policy, and are added where the objective wants them."""
     is_wanted = "proximal" in Objective.of(learner).policies
-    budget = learner.batch.logprob_token_budget
-    packs = numbered_packs(samples, budget, share_prefixes=learner.batch.share_prefixes)
+    packs = _packs(samples, learner)
     found = list(samples)
     passed = backend.routed_logprobs([batch for _, batch in packs])
     for (members, batch), (values, experts) in zip(packs, passed, strict=True):
@@ -265,18 +223,13 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
 
     A value does not depend on the temperature. Raises `TrainingError` for one that is not finite: it would
     make every advantage before it so."""
-    critic = critic_of(backend)
-    budget = learner.batch.logprob_token_budget
-    packs = numbered_packs(without_experts(samples), budget, share_prefixes=learner.batch.share_prefixes)
-    values_of = critic.values([batch for _, batch in packs])
-    found: dict[int, Sample] = {}
-    for (members, batch), values in zip(packs, values_of, strict=True):
-        for i, of_sample in zip(members, torch.split(values, list(batch.lengths)), strict=True):
-            shifted = torch.cat((torch.full((1,), torch.nan), of_sample[:-1])).numpy()
-            if not np.isfinite(shifted[1:][samples[i].loss_mask[1:]]).all():
-                raise TrainingError(
-                    f"the critic gives {samples[i].name} a value that is not finite: go on from an older "
-                    "checkpoint with a lower learner.critic.optimizer.lr"
-                )
-            found[i] = samples[i].with_streams(values=shifted)
-    return [found[i] for i in range(len(samples))]
+    packs = _packs(without_experts(samples), learner)
+    values_of = critic_of(backend).values([batch for _, batch in packs])
+    shifted = _by_sample(packs, values_of, lambda v: torch.cat((torch.full((1,), torch.nan), v[:-1])).numpy())
+    for sample, values in zip(samples, shifted, strict=True):
+        if not np.isfinite(values[1:][sample.loss_mask[1:]]).all():
+            raise TrainingError(
+                f"the critic gives {sample.name} a value that is not finite: go on from an older checkpoint "
+                "with a lower learner.critic.optimizer.lr"
+            )
+    return [sample.with_streams(values=values) for sample, values in zip(samples, shifted, strict=True)]
