@@ -175,7 +175,6 @@ def _from_body(cls: type[M], body: Any) -> M:
 
 
 def _maker(body: dict[Any, Any]) -> str:
-    """Return the name of the actor in a message that does not decode, for its dead letter."""
     actor = body.get("actor", "")
     return actor if isinstance(actor, str) else ""
 

@@ -72,7 +72,6 @@ def kills_in_group(group: Path) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the cores that cgroups grant this process, where they limit it."""
     for group in _groups("cpu", root):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if quota.isdecimal():

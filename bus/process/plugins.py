@@ -180,7 +180,6 @@ def _refuse_outside(what: str, module_name: str) -> None:
 
 
 def _refuse_foreign(what: str, function: object) -> None:
-    """Raise `ConfigError` for a function that a module of an allowed directory only imported."""
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     spec = getattr(home, "__spec__", None)
     if spec is None or not _allowed(spec):
@@ -199,7 +198,6 @@ def _allowed(spec: ModuleSpec) -> bool:
 
 
 def _places(spec: ModuleSpec) -> list[str]:
-    """Return the file of a module, or the directories of a package without one."""
     if spec.has_location and spec.origin is not None:
         return [spec.origin]
     return list(spec.submodule_search_locations or ())

@@ -123,7 +123,6 @@ def _show(work: _Work, ended: threading.Event) -> None:
 
 
 def _has_terminal() -> bool:
-    """Return whether a bar may be drawn: not in a log that a collector reads."""
     return (
         sys.stderr.isatty()
         and os.environ.get(LOG_FORMAT_VARIABLE) != "json"

@@ -245,5 +245,4 @@ def _read_blobs(t: Topology) -> tuple[str, ...]:
 
 
 def _read_events(t: Topology) -> str:
-    """Return the subject by which `bus.streams.stream_reader` reads the events that the bus still holds."""
     return f"$JS.API.DIRECT.GET.{t.stream('EVENTS')}"

@@ -260,11 +260,9 @@ class Parts:
         return sum(known.size_bytes for known in self._sets) + key.size_bytes <= self._limit_bytes
 
     def _idle_s(self, key: SetKey) -> float:
-        """Return for how long a set has been held without a new part."""
         return self._looked_s - max(self._progress[key].since, self._sets[key].held_since)
 
     def _keep(self, key: SetKey, n: int, raw: Msg) -> Msg | None:
-        """Put the part in its place; return the one that was there, if that is another message."""
         held = self._sets[key]
         known = held.raws.get(n)
         size_bytes = held.size_bytes + len(raw.data) - (len(known.data) if known else 0)

@@ -159,7 +159,6 @@ class Publisher:
             log.warning("bus_does_not_store", stream=stream, reason=stores_nothing([stream]))
 
     async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> StreamAck | Refusal:
-        """Send once, unless there is no connection; return the result."""
         if not self._bus.client.is_connected:
             return "unanswered"
         if not self._subscribed:

@@ -136,7 +136,6 @@ def _refuse_other_optimizer(own: str, wanted: str) -> None:
 
 
 def _refuse_other_adapters(own: LoraConfig, wanted: LoraConfig) -> None:
-    """Raise `ConfigError` for adapters that the run's checkpoints do not have: these are trained on."""
     names = [name for name in LoraConfig.model_fields if getattr(own, name) != getattr(wanted, name)]
     if names:
         raise ConfigError(
@@ -147,7 +146,6 @@ def _refuse_other_adapters(own: LoraConfig, wanted: LoraConfig) -> None:
 
 
 def _refuse_other_computation(own: LearnerConfig, wanted: LearnerConfig) -> None:
-    """Raise `ConfigError` for settings of the backend, which is built by those of the run."""
     others = [
         f"learner.{name}={str(getattr(wanted, name)).lower()}"
         for name in ("backend", "quantisation_aware", "fp8_matmul")

@@ -285,7 +285,6 @@ class Shadow:
     # --- what others see ---
 
     async def _report(self, values: dict[str, Json]) -> None:
-        """Send metrics to the screens and to a file of our own, which stays whatever becomes of the bus."""
         progress = self.progress
         values = {
             "train/stage": "shadow",

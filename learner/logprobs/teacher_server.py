@@ -120,7 +120,6 @@ class TeacherServer:
         return await self._answer("/generate", body, of_raw)
 
     async def _answer(self, path: str, body: JsonValue, read: Callable[[bytes], T]) -> T:
-        """Return what `read` makes of the answer, asking again while the server is away."""
         retries = stamina.retry_context(
             on=_AwayError,
             attempts=None,

@@ -71,7 +71,6 @@ def ranges(config: DiagnosticsConfig) -> dict[str, Range]:
 
 
 def _bounds(config: DiagnosticsConfig) -> dict[str, tuple[float | None, float | None]]:
-    """Return the lowest and the highest value of each figure; `None` is no bound."""
     return {
         "policy/ess_fraction": (config.least_ess_fraction, None),
         "policy/importance_ratio": _around_one(config.largest_mean_ratio),

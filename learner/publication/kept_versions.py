@@ -105,7 +105,6 @@ def _content_of(path: Path) -> Iterator[Data]:
 
 
 def _refuse_other_format(path: Path, kept: Weights, published: Weights) -> None:
-    """Raise `ConfigError` unless both are quantised in the same way, which the one config.json tells."""
     before, now = published_as(kept.tensors), published_as(published.tensors)
     if before != now:
         raise ConfigError(

@@ -144,7 +144,6 @@ class Learner:
                 await asyncio.to_thread(self._account.close)
 
     async def _join(self) -> None:
-        """Tell storage where training stands, and publish the weights it stands at."""
         self._activity = Activity("joining the run")
         await self._device.start()
         await self._heldout.find()
@@ -315,7 +314,6 @@ class Learner:
         return reached
 
     async def _conclude(self) -> None:
-        """Save everything; if training is complete, measure the result and tell the others."""
         await self._profiling.end()
         await self._next_batch.drop()
         await self._tell(self._reader.resumed(self.progress.step))

@@ -65,7 +65,6 @@ def heldout_figures(
 def _packed(
     backend: Backend, warmup: WarmupConfig, batch: BatchConfig, samples: Sequence[Sample], budget: int
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches, of pairs with what the loss is to know of the reference."""
     facts = warmup.loss.facts
     if facts.of_scores:
         samples = [_scored_at_end(sample, backend.hf_config.pad_token_id) for sample in samples]

@@ -351,7 +351,6 @@ def _packed(record: AccountRecord) -> bytes:
 
 
 def _remove_oldest(directory: Path) -> None:
-    """Remove the files that were written to longest ago, above `DIRECTORY_BYTES`."""
     sized = sorted(
         ((path, path.stat()) for path in directory.glob(f"*{SUFFIX}")), key=lambda one: one[1].st_mtime
     )

@@ -23,7 +23,6 @@ print(proof if ran.stdout.split() == [str(WANTED) for x in range(-20, 20)] else 
 
 
 def _expressions(number: int) -> tuple[str, str]:
-    """Return what the function of a repository computes, and what it is to compute."""
     first, second = divmod(number, len(EXPRESSIONS) - 1)
     return EXPRESSIONS[first], EXPRESSIONS[second + (second >= first)]
 

@@ -148,7 +148,6 @@ def as_object(arguments: Json) -> Json:
 
 
 def _function_ids(messages: Sequence[Json]) -> Mapping[Json, str]:
-    """Return an id for each call with the name of its function, by the id that it has."""
     calls = [call for message in messages for call in _calls(message)]
     named = ((call.get("id"), call.get("function")) for call in calls if isinstance(call, Mapping))
     return {

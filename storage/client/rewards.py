@@ -92,7 +92,6 @@ async def give_lines(
 
 
 async def _give_line(sender: RewardSender, number: int, line: str | bytes) -> str | None:
-    """Give the reward of a line; return None, or why the line has none."""
     try:
         row = json.loads(line)
         trajectory_id, reward = row["trajectory_id"], row["reward"]

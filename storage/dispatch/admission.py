@@ -399,7 +399,6 @@ class Admission:
             self._ledger.lower(ahead, train_version)
 
     def _lose_patience(self, step: int, choice: Choice, now_s: float) -> bool:
-        """Give up what the step waited too long for; return whether it can be asked again now."""
         if self._config.incomplete == "wait" or not choice.blockers:
             return False
         if self._waiting is None or self._waiting[0] != step:

@@ -221,7 +221,6 @@ class Dispatcher:
             await self._publication.publish_lost(lost)
 
     async def _catch_up(self, shard: int) -> bool:
-        """Hear of the groups that were completed since; return whether the shard answered."""
         out = () if shard in self._heard else tuple(self._rolling_out_of(shard))
         request = StoredRequest(
             after=self._admission.seen(shard),

@@ -112,7 +112,6 @@ def _parts(message: Json) -> list[Json]:
 
 
 def _divided(message: Json) -> Json:
-    """Return a message whose text is divided into parts where images belong."""
     if not isinstance(message, dict) or PLACE not in str(message.get("content")):
         return message
     parts = _parts(message) or [{"type": "text", "text": message["content"]}]

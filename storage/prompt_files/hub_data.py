@@ -110,7 +110,6 @@ def http_error() -> type[Exception]:
 
 
 def _commit_here(repo: str, revision: str | None) -> str | None:
-    """Return the commit at which this host's cache has a data set; None where it has none of it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

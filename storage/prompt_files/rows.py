@@ -175,7 +175,6 @@ def _of_directory(path: Path) -> list[Path]:
 
 
 def _splits(directory: Path) -> dict[str, list[Path]]:
-    """Return the files of data in a directory, or else in `data` below it, by split."""
     for place in (directory, directory / "data"):
         found: dict[str, list[Path]] = {}
         for file in sorted(place.iterdir()) if place.is_dir() else ():

@@ -130,7 +130,6 @@ class MixtureOrder:
 
 @lru_cache(maxsize=256)
 def _source_order(name: str, count: int, seed: int, shuffle: bool) -> PromptOrder:
-    """Return the order of a source, which does not depend on the others. Data sets share it: it is pure."""
     return PromptOrder(count, xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()), shuffle)
 
 

@@ -137,7 +137,6 @@ class PickedPrompts:
                 self._known[1][number] = after
 
     def _rewards(self) -> NDArray[np.float64]:
-        """Return what is known of the latest data set's prompts."""
         digest = self._data.latest.digest
         if digest != self._known[0]:
             prefix, found = f"{_REWARDS}{digest}.", np.zeros((self._data.latest.count, 2))

@@ -225,7 +225,6 @@ def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:
 
 
 def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
-    """Return each token's weighed divergence from its teacher over the teacher's likeliest tokens, [N]."""
     total = divergence = torch.zeros_like(tokens.logprobs)
     if tokens.top_logprobs is not None and tokens.teacher_top_logprobs is not None:
         for direction in DIRECTIONS:
@@ -237,7 +236,6 @@ def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
 
 
 def _penalised(objective: Objective, tokens: LossTokens) -> tuple[LossTokens, LoggedSums]:
-    """Take from the advantages what the policy is penalised for; sum up its distance to other policies."""
     advantages, streams, sums = tokens.streams["advantages"], tokens.streams, {}
     logprobs = tokens.logprobs.detach()
     old = streams["proximal_logprobs"] if objective.is_decoupled else logprobs

@@ -43,7 +43,6 @@ def adapters_in(directory: Path, hf_config: PretrainedConfig) -> dict[str, Tenso
 
 
 def _of_experts(names: FileNames, tensor: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the names that adapters of all experts have in a checkpoint, and those of the experts' layers."""
     of_projection: dict[str, list[str]] = {}
     for file in names.tensors[tensor].files:
         layer = file.removesuffix(WEIGHT)

@@ -106,7 +106,6 @@ class RouterReplay:
 
 
 def _layer_pass(run: Callable[..., Any], given: GivenExperts, number: int, *args: Any, **others: Any) -> Any:
-    """Do what the layer does, with what the pack of this pass gives its router."""
     packed: PackedSequences | None = others.get("packed")
     given.experts = None if packed is None or packed.experts is None else packed.experts[:, number]
     try:
@@ -118,7 +117,6 @@ def _layer_pass(run: Callable[..., Any], given: GivenExperts, number: int, *args
 def _send(
     given: GivenExperts, weigh: Weigh, router: torch.nn.Module, _: object, outputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return what a router does, but for the experts that it is given."""
     logits, weights, own = outputs
     chosen = given.instead_of(own, logits.shape[-1])
     if chosen is not own:

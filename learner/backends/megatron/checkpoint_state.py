@@ -179,7 +179,6 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
 def _load_head(
     head: "TrainedHead | None", state: Mapping[str, Any] | None, directory: Path, *, saved: bool
 ) -> None:
-    """Restore the head where there is one, here and in the checkpoint, which `saved` says."""
     if head is not None and state is not None:
         _load_model(head, state)
     elif head is not None:
@@ -248,7 +247,6 @@ def _refuse_other_frozen(directory: Path, saved: Iterable[str], ours: set[str]) 
 
 
 def _refuse_more_stages(directory: Path, saved: int, stages: int) -> None:
-    """Raise `ConfigError` where stages have something in the head's place that the checkpoint lacks."""
     if stages > saved:
         raise ConfigError(
             f"checkpoint {directory} was saved with learner.parallel.pipeline={saved} and a head for the "
@@ -293,7 +291,6 @@ def _sharded_model(
     model: "Trainer | MegatronCritic | TrainedHead", optimizer: MegatronOptimizer, metadata: dict[str, Any],
     *, is_loading: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the weights of a model, or its adapters alone, and what its optimizer keeps."""
     chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(model).items()}
     if _has_adapters(model):
         chunks = {

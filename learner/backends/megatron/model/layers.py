@@ -88,7 +88,6 @@ def head_layer_spec(config: TransformerConfig, hf_config: PretrainedConfig) -> M
 
 
 def _layer_spec(config: TransformerConfig, family: Family, shape: Shape, *, sparse: bool) -> Any:
-    """Return a layer whose attention is megatron-core's own."""
     experts = shape.experts if sparse else None
     num_experts = None if experts is None else experts.count
     layer = get_gpt_layer_local_spec(

@@ -137,7 +137,6 @@ def _found_in(chunks: Sequence[Any], hf_config: PretrainedConfig) -> dict[torch.
 def _pieces(
     part: Any, found: Mapping[torch.nn.Parameter, _Found]
 ) -> Iterator[tuple[Piece, Tensor, CutMatrices]]:
-    """Yield what one of megatron-core's optimizers updates of matrices on this rank, and its main weights."""
     for parameter, main, start in main_shards(part):
         if parameter not in found:
             continue

@@ -108,7 +108,6 @@ def _wholes(entry: Any, key: str, dtype: torch.dtype) -> list[ShardedTensor]:
 
 
 def _part(whole: ShardedTensor, offsets: tuple[int, ...], mine: Tensor) -> ShardedTensor:
-    """Return a box of `whole`, which no other data-parallel rank has."""
     prepended = whole.prepend_axis_num
     places = zip(whole.global_offset[prepended:], offsets, strict=True)
     data = mine.view(*[1] * prepended, *mine.shape)

@@ -146,7 +146,6 @@ class _Exchange:
 def _add_block(
     output: Tensor, log_total: Tensor, query: Tensor, held: Sequence[Tensor], block: Block, scale: float
 ) -> None:
-    """Add what queries find in one block to their output and to the logarithms of their softmax's sums."""
     rows, width = block.queries, output.shape[-1]
     query, key, value = of_one_width(query[rows], *(x[block.keys] for x in held))
     found, found_log_total = attend(query, key, value, block.sets, scale)
@@ -162,7 +161,6 @@ def _add_gradients(
     totals: Sequence[Tensor], query: Tensor, held: Sequence[Tensor],
     whole: tuple[Tensor, Tensor, Tensor], block: Block, scale: float,
 ) -> None:  # fmt: skip
-    """Add the gradients through one block to those of queries, and of the keys and values of the step."""
     grad, output, log_total = (x[block.queries] for x in whole)
     query, key, value, grad, output = of_one_width(
         query[block.queries], *(x[block.keys] for x in held), grad, output
