@@ -171,12 +171,7 @@ def _parse(raw: bytes) -> Ask:
         tools=() if choice == "none" else tuple(filter(None, map(_declared, request.tools or ()))),
         left_out=tuple(str(tool.type) for tool in request.tools or () if _declared(tool) is None),
         stream=bool(request.stream),
-        sampling=wanted(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            max_new_tokens=request.max_tokens,
-        ),
+        sampling=wanted(request, request.max_tokens),
         stop=tuple(filter(None, request.stop_sequences or ())),
         prefix=prefix,
         must_call=_demanded(request.tool_choice),

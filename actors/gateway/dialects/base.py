@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from actors.episodes.task import JSON
 from actors.gateway.dialects.exchange import Ask, Reply
@@ -97,15 +97,17 @@ def content_of(content: str | Sequence[Part] | None) -> JSON:
     ]
 
 
-def wanted(**asked: float | None) -> dict[str, float]:
-    """Return the sampling that a client set."""
+def wanted(request: Body, max_new_tokens: int | None) -> dict[str, float]:
+    """Return the sampling that a client set, by the names that all APIs have for it."""
+    asked = {name: getattr(request, name, None) for name in ("temperature", "top_p", "top_k")}
+    asked["max_new_tokens"] = max_new_tokens
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def unmet(asked: Mapping[str, JsonValue]) -> tuple[str, ...]:
-    """Return the names of settings that are set and not to what holds anyway."""
+def unmet(request: Body, *names: str) -> tuple[str, ...]:
+    """Return the names of fields that are set and not to what holds anyway."""
     anyway = (None, 0, False, "auto", "none", {"type": "text"})
-    return tuple(name for name, value in asked.items() if value not in anyway)
+    return tuple(name for name in names if getattr(request, name) not in anyway)
 
 
 def arguments_of(call: ToolCall) -> Shown:

@@ -152,25 +152,16 @@ def _ask(request: _Request) -> Ask:
         messages=tuple(_messages(request)),
         tools=() if calling.mode == "NONE" else tuple(map(_declared, functions)),
         left_out=tuple(name for tools in request.tools for name in tools.model_extra or {}),
-        sampling=wanted(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            max_new_tokens=asked.max_output_tokens,
-        ),
+        sampling=wanted(asked, asked.max_output_tokens),
         stop=tuple(filter(None, asked.stop_sequences or ())),
         choices=asked.candidate_count or 1,
         tells_logprobs=bool(asked.response_logprobs),
         must_call=tuple(calling.allowed_function_names) if calling.mode == "ANY" else None,
-        unmet=unmet(
-            {name: getattr(asked, name) for name in ("presence_penalty", "frequency_penalty", "seed")}
-        ),
-        unmeetable=unmet(
-            {
-                "response_mime_type": JSON_TYPE if asked.response_mime_type == JSON_TYPE else None,
-                "response_schema": asked.response_schema or asked.response_json_schema,
-                "logprobs": asked.logprobs,
-            }
+        unmet=unmet(asked, "presence_penalty", "frequency_penalty", "seed"),
+        unmeetable=(
+            *(["response_mime_type"] if asked.response_mime_type == JSON_TYPE else []),
+            *(["response_schema"] if asked.response_schema or asked.response_json_schema else []),
+            *unmet(asked, "logprobs"),
         ),
         shows_reasoning=asked.thinking_config.include_thoughts,
     )

@@ -150,23 +150,15 @@ def _asked(request: _Request, messages: tuple[ChatMessage, ...]) -> Ask:
         messages=messages,
         tools=tools,
         stream=bool(request.stream),
-        sampling=wanted(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            max_new_tokens=request.max_completion_tokens or request.max_tokens,
-        ),
+        sampling=wanted(request, request.max_completion_tokens or request.max_tokens),
         stop=tuple(filter(None, stop)),
         choices=request.n or 1,
         tells_logprobs=bool(request.logprobs),
         must_call=demanded(request.tool_choice),
-        unmet=unmet({name: getattr(request, name) for name in _UNMET}),
-        unmeetable=unmet({name: getattr(request, name) for name in ("response_format", "top_logprobs")}),
+        unmet=unmet(request, "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
+        unmeetable=unmet(request, "response_format", "top_logprobs"),
         usage_in_stream=bool(request.stream_options and request.stream_options.include_usage),
     )
-
-
-_UNMET = ("frequency_penalty", "presence_penalty", "logit_bias", "seed")
 
 
 def demanded(choice: JsonValue) -> tuple[str, ...] | None:

@@ -223,6 +223,7 @@ def _asked(request: _Request, history: _History) -> Ask:
     system: list[ChatMessage] = []
     if request.instructions:
         system.append({"role": "system", "content": request.instructions})
+    text_format = [f"text.{name}" for name in unmet(request.text, "format")] if request.text else []
     offered = OfferedTools(() if request.tool_choice == "none" else (*(request.tools or ()), *history.tools))
     return Ask(
         model=request.model,
@@ -231,16 +232,9 @@ def _asked(request: _Request, history: _History) -> Ask:
         origins=offered.origins,
         left_out=tuple(offered.left_out),
         stream=bool(request.stream),
-        sampling=wanted(
-            temperature=request.temperature, top_p=request.top_p, max_new_tokens=request.max_output_tokens
-        ),
+        sampling=wanted(request, request.max_output_tokens),
         must_call=demanded(request.tool_choice),
-        unmeetable=unmet(
-            {
-                "text.format": request.text.format if request.text is not None else None,
-                "top_logprobs": request.top_logprobs,
-            }
-        ),
+        unmeetable=(*text_format, *unmet(request, "top_logprobs")),
     )
 
 
