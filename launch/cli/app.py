@@ -10,37 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
-from cyclopts import App, Group, Parameter
-from cyclopts.validators import Number
-from pydantic import PlainValidator, ValidationError
+from cyclopts import App, Parameter
 
 from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
 from bus.errors import ConfigError
-from bus.security.credentials import VARIABLE, load_credentials
-from launch.cli.settings_help import show_summary
-from launch.process.log_settings import LogFormat, LogLevel, configure_logging
-from launch.settings.environment_variables import (
-    DIRECTORY_VARIABLE,
-    LOG_LEVEL_VARIABLE,
-    RUN_VARIABLE,
-    run_variables,
-)
-from launch.settings.run_config import (
-    ActorsProcess,
-    LearnerProcess,
-    ProcessConfig,
-    RetrainProcess,
-    RunConfig,
-    config_file,
-    flags,
-    merge,
-    validate,
-)
+from bus.security.credentials import load_credentials
+from launch.cli import options
+from launch.process.log_settings import LogLevel, configure_logging
+from launch.settings.environment_variables import LOG_LEVEL_VARIABLE, run_variables
+from launch.settings.run_config import ProcessConfig, RunConfig, config_file, flags, merge, validate
 from launch.settings.short_forms import short_forms
 from launch.settings.sources import merged
 
 if TYPE_CHECKING:
-    from actors.settings.evaluation import ChatEndpointConfig
+    pass
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
 # pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.
@@ -75,209 +58,13 @@ app = App(
 )
 USAGE = "Usage: launch {} [OPTIONS]"
 """Usage line of a command. Without it cyclopts would go through all settings once more to make one."""
-SHORT = Group("Short forms", sort_key=0)
-# Flags stay as they were written: only together with the layers below them can they be checked.
-AS_WRITTEN = (
-    PlainValidator(dict),
-    Parameter(name="*", group=Group("Settings", sort_key=1, help_formatter=show_summary)),
-)
-Settings = Annotated[RunConfig, *AS_WRITTEN]
-ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
-LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
-ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
-RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
-RunName = Annotated[str, Parameter(name="--run", env_var=RUN_VARIABLE, help="Name of the run.")]
-RunsDirectory = Annotated[
-    Path, Parameter(name="--directory", env_var=DIRECTORY_VARIABLE, help="Directory of all runs.")
-]
-AsJson = Annotated[bool, Parameter(name="--json", negative=())]
-AsJsonObject = Annotated[AsJson, Parameter(help="Print the result as one JSON object on one line.")]
-PresetName = Annotated[
-    str | None,
-    Parameter(
-        name="--preset",
-        group=SHORT,
-        help="Settings that come with Sluice: sort, addition, count, product, python, retool, repair, "
-        "repositories, search, mcp, guess, nim, duel, panel, agent, debate, load.",
-    ),
-]
-RecipeName = Annotated[
-    str | None,
-    Parameter(
-        name="--recipe",
-        group=SHORT,
-        help="A published model with prompts: sums, calculator, instructions, reasoning, agent.",
-    ),
-]
-ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
-ConfigFiles = Annotated[
-    list[Path] | None,
-    Parameter(
-        name="--config", group=SHORT, negative=(), help="Files of settings, TOML or JSON; the last one wins."
-    ),
-]
-BusUrl = Annotated[
-    str | None, Parameter(name="--bus", group=SHORT, help="NATS server, as nats://[user:password@]host:port.")
-]
-RunBusUrl = Annotated[
-    str | None,
-    Parameter(
-        name="--bus",
-        group=SHORT,
-        help="NATS server, as nats://[user:password@]host:port; without it, $SLUICE_BUS and --creds, the one "
-        "in the run's config.json.",
-    ),
-]
-"""Address of the bus of a command for a run that goes on, whose directory may name it."""
-CredsFile = Annotated[
-    Path | None,
-    Parameter(name="--creds", group=SHORT, help=f"Credentials file for a secured bus. [${VARIABLE}]"),
-]
-Prompts = Annotated[
-    Path | None,
-    Parameter(name="--prompts", group=SHORT, help="Training prompts: .jsonl, .parquet or hf://..."),
-]
-DemonstrationsFile = Annotated[Path | None, Parameter(name="--sft", group=SHORT)]
-SourceRun = Annotated[str | None, Parameter(name="--from", group=SHORT)]
-PairsFile = Annotated[Path | None, Parameter(name="--pairs", group=SHORT)]
-Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
-Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
-NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
-Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
-StoppedStatus = Annotated[
-    int, Parameter(name="--stopped-status", group=SHORT, validator=Number(gte=0, lte=255))
-]
-PluginsFrom = Annotated[
-    list[Path] | None,
-    Parameter(
-        name="--plugins-from",
-        group=SHORT,
-        negative=(),
-        help="Directory of modules that the run may import on this host, and no others; may be given several "
-        "times.",
-    ),
-]
-Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=(), show_default=False)]
-EnginePython = Annotated[
-    Path | None,
-    Parameter(
-        name="--engine-python",
-        group=SHORT,
-        help="Interpreter that SGLang's servers run with on this host, whatever the run names.",
-    ),
-]
-RewardName = Annotated[
-    str | None,
-    Parameter(name="--reward", group=SHORT, help="Built-in reward, or yours: my_pkg.my_module:function."),
-]
-AgentCommand = Annotated[
-    str | None,
-    Parameter(name="--agent", group=SHORT, help="Command of a program that is run for each episode."),
-]
-EnvironmentName = Annotated[
-    str | None,
-    Parameter(name="--environment", group=SHORT, help="Environment of others, as textarena:Nim-v0."),
-]
 
 
-@dataclass(frozen=True)
-class AskedServer:
-    """A server that is asked instead of a model of the settings."""
-
-    url: Annotated[
-        str | None,
-        Parameter(name="--url", group=SHORT, help="Server of OpenAI's API to ask, as http://host/v1."),
-    ] = None
-    model: Annotated[
-        str | None, Parameter(name="--url-model", group=SHORT, help="Name of the model at --url.")
-    ] = None
-    key_variable: Annotated[
-        str | None,
-        Parameter(name="--key-variable", group=SHORT, help="Environment variable with the key of --url."),
-    ] = None
-
-    def endpoint(self) -> "ChatEndpointConfig | None":
-        """Return how it is asked, if one is named. Raises `ConfigError` for a URL or model that is none."""
-        from actors.settings.evaluation import ChatEndpointConfig
-
-        given = {"url": self.url, "model": self.model, "key_variable": self.key_variable}
-        if not any(given.values()):
-            return None
-        try:
-            return ChatEndpointConfig(**{name: value for name, value in given.items() if value is not None})
-        except ValidationError as error:
-            problems = "; ".join(problem["msg"] for problem in error.errors())
-            raise ConfigError(f"--url and --url-model: {problems}") from error
-
-
-OfServer = Annotated[AskedServer, Parameter(name="*")]
-LOOK = Group("Instead of a start", sort_key=2)
-PrintConfig = Annotated[
-    bool,
-    Parameter(
-        name="--print-config",
-        group=LOOK,
-        negative=(),
-        show_default=False,
-        help="Print every setting with its origin, as a file that --config takes; with --json as JSON.",
-    ),
-]
-AsJsonConfig = Annotated[bool, Parameter(name="--json", group=LOOK, negative=(), show=False)]
-DryRun = Annotated[
-    bool,
-    Parameter(
-        name="--dry-run",
-        group=LOOK,
-        negative=(),
-        show_default=False,
-        help="Check what a start checks, and start nothing.",
-    ),
-]
-Logging = Annotated["LogOptions", Parameter(name="*")]
-GatewayHost = Annotated[str | None, Parameter(name="--host", group=SHORT)]
-GatewayPort = Annotated[int | None, Parameter(name="--port", group=SHORT)]
-Certificate = Annotated[
-    Path | None,
-    Parameter(
-        name="--certificate", group=SHORT, help="File of the server's certificate with its chain, PEM."
-    ),
-]
-CertificateKey = Annotated[
-    Path | None,
-    Parameter(name="--certificate-key", group=SHORT, help="File of the certificate's private key, PEM."),
-]
-ShowToken = Annotated[
-    bool,
-    Parameter(
-        name="--show-token", group=SHORT, negative=(), help="Print the token that is asked for, and end."
-    ),
-]
-
-
-def _log_parameter(name: str, variable: str, choices: str) -> Parameter:
-    said = f"{choices}. [${variable}]"
-    return Parameter(
-        name=name, group=SHORT, env_var=variable, help=said, show_env_var=False, show_choices=False
-    )
-
-
-@dataclass(frozen=True)
-class LogOptions:
-    """How a process, and those that it starts, write their logs."""
-
-    level: Annotated[
-        LogLevel | None, _log_parameter("--log-level", LOG_LEVEL_VARIABLE, "debug, info, warning or error")
-    ] = None
-    form: Annotated[LogFormat | None, _log_parameter("--log-format", LOG_FORMAT_VARIABLE, "text or json")] = (
-        None
-    )
-
-
-def log_as(options: LogOptions, process: str, *, level: LogLevel = "info") -> None:
+def log_as(log: options.LogOptions, process: str, *, level: LogLevel = "info") -> None:
     """Begin the log of a process; `level` counts where the user names none. Its children get the options."""
-    chosen = {LOG_LEVEL_VARIABLE: options.level, LOG_FORMAT_VARIABLE: options.form}
+    chosen = {LOG_LEVEL_VARIABLE: log.level, LOG_FORMAT_VARIABLE: log.form}
     os.environ.update({name: value for name, value in chosen.items() if value is not None})
-    configure_logging(options.level or level, options.form or "text", process)
+    configure_logging(log.level or level, log.form or "text", process)
 
 
 def allowed_here(
@@ -334,11 +121,12 @@ def with_role_of(config: RunConfig, roles: Sequence[str]) -> RunConfig:
 class LiveRun:
     """A run that goes on, as the flags of a command name it and its bus."""
 
-    run_name: RunName = "default"
-    bus: RunBusUrl = None
-    creds: CredsFile = None
+    run_name: options.RunName = "default"
+    bus: options.RunBusUrl = None
+    creds: options.CredsFile = None
     directory: Annotated[
-        RunsDirectory, Parameter(help="Directory of all runs, where the run's config.json may name its bus.")
+        options.RunsDirectory,
+        Parameter(help="Directory of all runs, where the run's config.json may name its bus."),
     ] = Path("runs")
 
     def config(self, *roles: str) -> RunConfig:

@@ -8,15 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from launch.cli.app import (
-    AgentCommand,
-    ConfigFiles,
-    EnvironmentName,
-    PresetName,
-    Prompts,
-    RecipeName,
-    RewardName,
-)
+from launch.cli import options
 from launch.external_environments.environment import ExternalEnvironment, external_environment
 from launch.recipes.recipe import Recipe, recipe
 from launch.settings.environment_variables import run_variables
@@ -29,13 +21,13 @@ from launch.settings.sources import Origins, Source, merged
 class GivenSettings:
     """Settings of a run, as the flags of a command name them."""
 
-    preset_name: PresetName = None
-    recipe_name: RecipeName = None
-    config: ConfigFiles = None
-    prompts: Prompts = None
-    reward: RewardName = None
-    agent: AgentCommand = None
-    environment: EnvironmentName = None
+    preset_name: options.PresetName = None
+    recipe_name: options.RecipeName = None
+    config: options.ConfigFiles = None
+    prompts: options.Prompts = None
+    reward: options.RewardName = None
+    agent: options.AgentCommand = None
+    environment: options.EnvironmentName = None
 
     @cached_property
     def _recipe(self) -> Recipe | None:

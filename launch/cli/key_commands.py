@@ -6,7 +6,8 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
-from launch.cli.app import RunName, app
+from launch.cli import options
+from launch.cli.app import app
 
 keys = App(name="keys", help="Exchange the keys of a live run's roles on a secured bus.")
 app.command(keys)
@@ -17,7 +18,7 @@ Role = Annotated[str, Parameter(help="Role: operator, storage, learner, actor, j
 
 
 @keys.command(name="rotate", usage="Usage: launch keys rotate ROLE --secure DIR --run RUN")
-def rotate_command(role: Role, /, *, secure: Directory, run_name: RunName = "default") -> None:
+def rotate_command(role: Role, /, *, secure: Directory, run_name: options.RunName = "default") -> None:
     """Make another key for a role. The one before is let in, too, until `launch keys revoke`.
 
     It is run on the host of `launch bus`, which takes the new key over at once. Copy the role's new file over
@@ -27,7 +28,7 @@ def rotate_command(role: Role, /, *, secure: Directory, run_name: RunName = "def
 
 
 @keys.command(name="revoke", usage="Usage: launch keys revoke ROLE --secure DIR --run RUN")
-def revoke_command(role: Role, /, *, secure: Directory, run_name: RunName = "default") -> None:
+def revoke_command(role: Role, /, *, secure: Directory, run_name: options.RunName = "default") -> None:
     """Let in a role by its newest key alone. A role that has a single key gets another one instead of it.
 
     `launch bus` ends the connections of the others at once, and no process of the run acts any more on what

@@ -11,25 +11,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import (
-    SHORT,
-    USAGE,
-    AgentCommand,
-    AsJson,
-    AskedServer,
-    BusUrl,
-    ConfigFiles,
-    CredsFile,
-    Logging,
-    LogOptions,
-    OfServer,
-    PresetName,
-    Prompts,
-    RewardName,
-    Settings,
-    app,
-    log_as,
-)
+from launch.cli import options
+from launch.cli.app import USAGE, app, log_as
 from launch.cli.given_settings import GivenSettings, OfSettings
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
@@ -47,7 +30,7 @@ def init(
     file: Annotated[Path, Parameter(allow_leading_hyphen=True)] = Path("sluice.toml"),
     /,
     *,
-    preset_name: PresetName = None,
+    preset_name: options.PresetName = None,
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
 ) -> None:
     """Write a configuration file in which every line is explained.
@@ -84,15 +67,15 @@ def init(
 @app.command(usage=USAGE.format("doctor"))
 def doctor(  # noqa: PLR0913 - each is a flag
     *,
-    preset_name: PresetName = None,
-    config: ConfigFiles = None,
-    bus: BusUrl = None,
-    creds: CredsFile = None,
-    prompts: Prompts = None,
-    reward: RewardName = None,
-    agent: AgentCommand = None,
-    as_json: AsJson = False,
-    settings: Settings = RunConfig(),
+    preset_name: options.PresetName = None,
+    config: options.ConfigFiles = None,
+    bus: options.BusUrl = None,
+    creds: options.CredsFile = None,
+    prompts: options.Prompts = None,
+    reward: options.RewardName = None,
+    agent: options.AgentCommand = None,
+    as_json: options.AsJson = False,
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Look whether this host can run what a configuration wants.
 
@@ -121,7 +104,7 @@ def doctor(  # noqa: PLR0913 - each is a flag
     raise SystemExit(1 if level == "error" else 0)
 
 
-Positive = Parameter(group=SHORT, validator=Number(gt=0))
+Positive = Parameter(group=options.SHORT, validator=Number(gt=0))
 
 
 @app.command(usage=USAGE.format("plan"))
@@ -129,12 +112,12 @@ def plan(
     *,
     given: OfSettings = GivenSettings(),
     gpus: Annotated[int, Positive] = 1,
-    gpu: Annotated[str, Parameter(group=SHORT)] = "h200",
+    gpu: Annotated[str, Parameter(group=options.SHORT)] = "h200",
     gpu_memory_gib: Annotated[float | None, Positive] = None,
     prompt_tokens: Annotated[int, Positive] = 256,
     answer_tokens: Annotated[int | None, Positive] = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=(), group=SHORT)] = False,
-    settings: Settings = RunConfig(),
+    as_json: Annotated[bool, Parameter(name="--json", negative=(), group=options.SHORT)] = False,
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Compute memory and time of a configuration on GPUs.
 
@@ -185,23 +168,23 @@ def plan(
 
 
 def _least(name: str, least: int) -> Parameter:
-    return Parameter(name=name, group=SHORT, validator=Number(gte=least))
+    return Parameter(name=name, group=options.SHORT, validator=Number(gte=least))
 
 
 @app.command(name="eval", usage=USAGE.format("eval --out DIRECTORY"))
 def evaluate_command(  # noqa: PLR0913 - each is a flag
     *,
-    out: Annotated[Path, Parameter(name="--out", group=SHORT)],
+    out: Annotated[Path, options.short("--out")],
     given: OfSettings = GivenSettings(),
-    checkpoint: Annotated[Path | None, Parameter(name="--checkpoint", group=SHORT)] = None,
-    server: OfServer = AskedServer(),
+    checkpoint: Annotated[Path | None, options.short("--checkpoint")] = None,
+    server: options.OfServer = options.AskedServer(),
     samples: Annotated[int, _least("--samples", 1)] = 1,
     count: Annotated[int | None, _least("--count", 1)] = None,
-    greedy: Annotated[bool, Parameter(name="--greedy", group=SHORT, negative=())] = False,
+    greedy: Annotated[bool, options.short("--greedy", negative=())] = False,
     at_once: Annotated[int, _least("--at-once", 1)] = 32,
-    as_json: AsJson = False,
-    log: Logging = LogOptions(),
-    settings: Settings = RunConfig(),
+    as_json: options.AsJson = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Measure a model on held-out prompts without a run: pass@k.
 

@@ -11,37 +11,8 @@ from cyclopts import Parameter
 from bus.errors import ConfigError
 from bus.policy_names import policy_run
 from bus.process.child_process import module_command
-from launch.cli.app import (
-    SHORT,
-    USAGE,
-    ActorsSettings,
-    AgentCommand,
-    Certificate,
-    CertificateKey,
-    CredsFile,
-    EnginePython,
-    EnvironmentName,
-    GatewayHost,
-    GatewayPort,
-    Insecure,
-    LearnerSettings,
-    Logging,
-    LogOptions,
-    Master,
-    NodeRank,
-    Nodes,
-    PluginsFrom,
-    Processes,
-    RewardName,
-    RunBusUrl,
-    ShardsSettings,
-    ShowToken,
-    StoppedStatus,
-    allowed_here,
-    app,
-    log_as,
-    run_and_own_settings,
-)
+from launch.cli import options
+from launch.cli.app import USAGE, allowed_here, app, log_as, run_and_own_settings
 from launch.external_environments.environment import external_environment
 from launch.process.ranks import become_rank, is_rank
 from launch.process.runtime import run
@@ -65,7 +36,7 @@ def bus_command(
     insecure: Annotated[bool, Parameter(name="--insecure", negative=())] = False,
     secure: Path | None = None,
     runs: Annotated[list[str] | None, Parameter(name="--run", negative=())] = None,
-    log: Logging = LogOptions(),
+    log: options.Logging = options.LogOptions(),
     monitoring: MonitoringConfig = MonitoringConfig(),
 ) -> None:
     """Run a nats-server with JetStream on this machine.
@@ -100,11 +71,11 @@ def bus_command(
 @app.command(usage=USAGE.format("shards"))
 def shards(
     *,
-    numbers: Annotated[str, Parameter(name="--shards", group=SHORT)],
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    log: Logging = LogOptions(),
-    settings: ShardsSettings = ProcessConfig(),
+    numbers: Annotated[str, options.short("--shards")],
+    bus: options.RunBusUrl = None,
+    creds: options.CredsFile = None,
+    log: options.Logging = options.LogOptions(),
+    settings: options.ShardsSettings = ProcessConfig(),
 ) -> None:
     """Keep those replay shards of a run that its `launch storage` leaves out. The run is named by --run.
 
@@ -126,20 +97,20 @@ def shards(
 @app.command(usage=USAGE.format("learner"))
 def learner(  # noqa: PLR0913 - each is a flag
     *,
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    nproc: Processes = None,
-    nodes: Nodes = None,
-    node_rank: NodeRank = None,
-    master: Master = None,
-    stopped_status: StoppedStatus = 0,
+    bus: options.RunBusUrl = None,
+    creds: options.CredsFile = None,
+    nproc: options.Processes = None,
+    nodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    master: options.Master = None,
+    stopped_status: options.StoppedStatus = 0,
     policy: str | None = None,
     shadow: str | None = None,
     from_checkpoint: Path | None = None,
-    plugins_from: PluginsFrom = None,
-    insecure: Insecure = False,
-    log: Logging = LogOptions(),
-    settings: LearnerSettings = LearnerProcess(),
+    plugins_from: options.PluginsFrom = None,
+    insecure: options.Insecure = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.LearnerSettings = LearnerProcess(),
 ) -> None:
     """Train the policy of the run named by --run, whose storage must run. Its settings come from the bus.
 
@@ -239,22 +210,22 @@ def _refuse_beside_shadow(shadow: str, policy: str | None, run_name: str, *, has
 @app.command(usage=USAGE.format("actors"))
 def actors(  # noqa: PLR0913 - each is a flag
     *,
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    reward: RewardName = None,
+    bus: options.RunBusUrl = None,
+    creds: options.CredsFile = None,
+    reward: options.RewardName = None,
     agent: Annotated[
-        AgentCommand,
+        options.AgentCommand,
         Parameter(
             help="Command of a program that is run for each episode, and asks the policy as it would ask "
             "OpenAI's or Anthropic's servers. It posts its reward, unless --reward computes it."
         ),
     ] = None,
-    environment: EnvironmentName = None,
-    plugins_from: PluginsFrom = None,
-    engine_python: EnginePython = None,
-    insecure: Insecure = False,
-    log: Logging = LogOptions(),
-    settings: ActorsSettings = ActorsProcess(),
+    environment: options.EnvironmentName = None,
+    plugins_from: options.PluginsFrom = None,
+    engine_python: options.EnginePython = None,
+    insecure: options.Insecure = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.ActorsSettings = ActorsProcess(),
 ) -> None:
     """Roll out prompts for the run named by --run. You may start several actors, on any hosts.
 
@@ -283,25 +254,25 @@ def actors(  # noqa: PLR0913 - each is a flag
 @app.command(usage=USAGE.format("gateway"))
 def gateway(  # noqa: PLR0913 - each is a flag
     *,
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    host: GatewayHost = None,
-    port: GatewayPort = None,
-    certificate: Certificate = None,
-    certificate_key: CertificateKey = None,
+    bus: options.RunBusUrl = None,
+    creds: options.CredsFile = None,
+    host: options.GatewayHost = None,
+    port: options.GatewayPort = None,
+    certificate: options.Certificate = None,
+    certificate_key: options.CertificateKey = None,
     reward: Annotated[
-        RewardName,
+        options.RewardName,
         Parameter(
             help="Reward that is computed from the policy's last answer, instead of the one that each "
             "client posts."
         ),
     ] = None,
-    show_token: ShowToken = False,
-    plugins_from: PluginsFrom = None,
-    engine_python: EnginePython = None,
-    insecure: Insecure = False,
-    log: Logging = LogOptions(),
-    settings: ActorsSettings = ActorsProcess(),
+    show_token: options.ShowToken = False,
+    plugins_from: options.PluginsFrom = None,
+    engine_python: options.EnginePython = None,
+    insecure: options.Insecure = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.ActorsSettings = ActorsProcess(),
 ) -> None:
     """Serve the policy of the run named by --run to clients that lead episodes themselves.
 

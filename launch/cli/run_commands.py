@@ -9,7 +9,8 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import AsJson, AsJsonObject, BusUrl, CredsFile, RunName, RunsDirectory, app, with_role_of
+from launch.cli import options
+from launch.cli.app import app, with_role_of
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import validate
@@ -28,7 +29,7 @@ TABLE_WIDTH = 140
 
 
 @runs.command(name="list", usage="Usage: launch runs list [--directory DIR] [--json]")
-def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = False) -> None:
+def list_command(*, directory: options.RunsDirectory = Path("runs"), as_json: options.AsJson = False) -> None:
     """List the runs of a directory: how far each is, and whether it goes on.
 
     Parameters
@@ -49,7 +50,10 @@ def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = F
 
 @runs.command(name="show", usage="Usage: launch runs show --run RUN [--directory DIR] [--json]")
 def show_command(
-    *, run_name: RunName = "default", directory: RunsDirectory = Path("runs"), as_json: AsJsonObject = False
+    *,
+    run_name: options.RunName = "default",
+    directory: options.RunsDirectory = Path("runs"),
+    as_json: options.AsJsonObject = False,
 ) -> None:
     """Show what a run's directory tells: progress, results, checkpoints, disk, and settings of its own."""
     from launch.run_view.recorded_runs import find_run
@@ -64,7 +68,7 @@ def show_command(
 
 @runs.command(name="compare", usage="Usage: launch runs compare RUN RUN... [--directory DIR] [--json]")
 def compare_command(
-    *names: str, directory: RunsDirectory = Path("runs"), as_json: AsJsonObject = False
+    *names: str, directory: options.RunsDirectory = Path("runs"), as_json: options.AsJsonObject = False
 ) -> None:
     """Show runs side by side: results, also at the last step that all have, and settings that differ.
 
@@ -86,7 +90,7 @@ def compare_command(
 
 
 @runs.command(name="note", usage="Usage: launch runs note TEXT --run RUN [--directory DIR]")
-def note_command(text: str, *, run_name: GivenRun, directory: RunsDirectory = Path("runs")) -> None:
+def note_command(text: str, *, run_name: GivenRun, directory: options.RunsDirectory = Path("runs")) -> None:
     """Keep a note with a run, which lists and the page show.
 
     Parameters
@@ -102,7 +106,7 @@ def note_command(text: str, *, run_name: GivenRun, directory: RunsDirectory = Pa
 
 @runs.command(name="stop", usage="Usage: launch runs stop --run RUN [--directory DIR] [--timeout-s S]")
 def stop_command(
-    *, run_name: GivenRun, directory: RunsDirectory = Path("runs"), timeout_s: Timeout = 180.0
+    *, run_name: GivenRun, directory: options.RunsDirectory = Path("runs"), timeout_s: Timeout = 180.0
 ) -> None:
     """Stop a run of `launch local` in order, as Ctrl-C in its terminal does, and wait for its end.
 
@@ -133,9 +137,9 @@ def _show(table: "RenderableType") -> None:
 def remove_command(
     *,
     run_name: GivenRun,
-    bus: BusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    bus: options.BusUrl = None,
+    creds: options.CredsFile = None,
+    directory: options.RunsDirectory = Path("runs"),
     yes: Annotated[bool, Parameter(name="--yes", negative=())] = False,
 ) -> None:
     """Remove a run that has ended: its directory on this host and, with --bus or --creds, its streams there.

@@ -2,11 +2,10 @@
 
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from bus.config import URL_VARIABLE, without_credentials
 from bus.errors import ConfigError
-from launch.cli.app import SHORT, USAGE, ConfigFiles, Logging, LogOptions, PresetName, Settings, app, log_as
+from launch.cli import options
+from launch.cli.app import USAGE, app, log_as
 from launch.cli.given_settings import GivenSettings
 from launch.settings.run_config import RunConfig, resolve
 from launch.settings.sources import merged
@@ -15,11 +14,11 @@ from launch.settings.sources import merged
 @app.command(usage=USAGE.format("slurm"))
 def slurm(
     *,
-    preset_name: PresetName = None,
-    config: ConfigFiles = None,
-    submit: Annotated[bool, Parameter(name="--submit", group=SHORT, negative=())] = False,
-    log: Logging = LogOptions(),
-    settings: Settings = RunConfig(),
+    preset_name: options.PresetName = None,
+    config: options.ConfigFiles = None,
+    submit: Annotated[bool, options.short("--submit", negative=())] = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Write the jobs of a run on a Slurm cluster, and submit them.
 

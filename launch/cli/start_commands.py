@@ -8,25 +8,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import (
-    SHORT,
-    USAGE,
-    AsJsonConfig,
-    AskedServer,
-    BusUrl,
-    CredsFile,
-    DemonstrationsFile,
-    DryRun,
-    Logging,
-    LogOptions,
-    OfServer,
-    PairsFile,
-    PrintConfig,
-    Settings,
-    SourceRun,
-    app,
-    log_as,
-)
+from launch.cli import options
+from launch.cli.app import USAGE, app, log_as
 from launch.cli.given_settings import GivenSettings, OfSettings
 from launch.process.runtime import run
 from launch.settings.run_config import RunConfig, resolve
@@ -38,16 +21,18 @@ from launch.settings.sources import Source, merged
 def local(  # noqa: PLR0913 - each is a flag
     *,
     given: OfSettings = GivenSettings(),
-    bus: Annotated[BusUrl, Parameter(help="NATS server, as nats://host:4222; else one is started.")] = None,
-    creds: CredsFile = None,
-    from_run: SourceRun = None,
-    sft: DemonstrationsFile = None,
-    pairs: PairsFile = None,
-    print_config: PrintConfig = False,
-    as_json: AsJsonConfig = False,
-    dry_run: DryRun = False,
-    log: Logging = LogOptions(),
-    settings: Settings = RunConfig(),
+    bus: Annotated[
+        options.BusUrl, Parameter(help="NATS server, as nats://host:4222; else one is started.")
+    ] = None,
+    creds: options.CredsFile = None,
+    from_run: options.SourceRun = None,
+    sft: options.DemonstrationsFile = None,
+    pairs: options.PairsFile = None,
+    print_config: options.PrintConfig = False,
+    as_json: options.AsJsonConfig = False,
+    dry_run: options.DryRun = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Train on this machine: bus, storage, learner and actors as supervised processes, with a live view.
 
@@ -87,11 +72,11 @@ def local(  # noqa: PLR0913 - each is a flag
 def try_(
     *,
     given: OfSettings = GivenSettings(),
-    creds: CredsFile = None,
-    count: Annotated[int, Parameter(name="--count", group=SHORT, validator=Number(gte=1))] = 3,
-    server: OfServer = AskedServer(),
-    log: Logging = LogOptions(),
-    settings: Settings = RunConfig(),
+    creds: options.CredsFile = None,
+    count: Annotated[int, options.short("--count", validator=Number(gte=1))] = 3,
+    server: options.OfServer = options.AskedServer(),
+    log: options.Logging = options.LogOptions(),
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Show what a model does with a few prompts, untrained.
 
@@ -116,14 +101,14 @@ def try_(
 def storage(  # noqa: PLR0913 - each is a flag
     *,
     given: OfSettings = GivenSettings(),
-    bus: BusUrl = None,
-    creds: CredsFile = None,
-    summary: Annotated[bool, Parameter(name="--summary", group=SHORT)] = True,
-    print_config: PrintConfig = False,
-    as_json: AsJsonConfig = False,
-    dry_run: DryRun = False,
-    log: Logging = LogOptions(),
-    settings: Settings = RunConfig(),
+    bus: options.BusUrl = None,
+    creds: options.CredsFile = None,
+    summary: Annotated[bool, options.short("--summary")] = True,
+    print_config: options.PrintConfig = False,
+    as_json: options.AsJsonConfig = False,
+    dry_run: options.DryRun = False,
+    log: options.Logging = options.LogOptions(),
+    settings: options.Settings = RunConfig(),
 ) -> None:
     """Dispatch prompts and keep trajectories for one run. It defines the run, which others join by name.
 

@@ -10,19 +10,8 @@ from cyclopts.validators import Number
 
 from bus.config import MOST_PROFILED_STEPS
 from bus.errors import ConfigError, SchemaError, SluiceError
-from launch.cli.app import (
-    USAGE,
-    AsJson,
-    AsJsonObject,
-    ConfigFile,
-    LiveRun,
-    OfLiveRun,
-    RetrainSettings,
-    RunName,
-    RunsDirectory,
-    app,
-    run_and_own_settings,
-)
+from launch.cli import options
+from launch.cli.app import USAGE, LiveRun, OfLiveRun, app, run_and_own_settings
 from launch.cli.convert_commands import convert
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import fail, run
@@ -36,10 +25,10 @@ def retrain(
     *,
     from_step: int = 0,
     to_step: int | None = None,
-    config: ConfigFile = None,
+    config: options.ConfigFile = None,
     scores: str | None = None,
-    as_json: AsJson = False,
-    settings: RetrainSettings = RetrainProcess(),
+    as_json: options.AsJson = False,
+    settings: options.RetrainSettings = RetrainProcess(),
 ) -> None:
     """Train steps of a run again from its directory, and compare batches and losses with those recorded.
 
@@ -78,9 +67,9 @@ def witness(
     group: str | None = None,
     /,
     *,
-    run_name: RunName = "default",
-    directory: RunsDirectory = Path("runs"),
-    as_json: AsJsonObject = False,
+    run_name: options.RunName = "default",
+    directory: options.RunsDirectory = Path("runs"),
+    as_json: options.AsJsonObject = False,
 ) -> None:
     """Tell from the weights of a checkpoint how often a group was trained on: once, never or twice.
 
@@ -119,7 +108,10 @@ def lease_of(name: str) -> int:
 
 @app.command(usage=USAGE.format("restore"))
 def restore(
-    *, run_name: RunName = "default", directory: RunsDirectory = Path("runs"), archive: str | None = None
+    *,
+    run_name: options.RunName = "default",
+    directory: options.RunsDirectory = Path("runs"),
+    archive: str | None = None,
 ) -> None:
     """Restore the trajectories that a run's replay has archived. Its storage must be stopped.
 
@@ -193,7 +185,7 @@ def profile(
 
 @app.command(name="reward", usage="Usage: launch reward [FILE] --run RUN [OPTIONS]")
 def reward_command(
-    file: Path = Path("-"), /, *, live_run: OfLiveRun = LiveRun(), as_json: AsJsonObject = False
+    file: Path = Path("-"), /, *, live_run: OfLiveRun = LiveRun(), as_json: options.AsJsonObject = False
 ) -> None:
     """Give rewards to trajectories that were published without one.
 
@@ -218,15 +210,15 @@ def reward_command(
 @app.command(usage="Usage: launch rescore --run RUN [--reward NAME] [OPTIONS]")
 def rescore(  # noqa: PLR0913 - each is a flag
     *,
-    run_name: RunName = "default",
+    run_name: options.RunName = "default",
     reward: Annotated[str | None, Parameter(name="--reward")] = None,
     from_step: int | None = None,
     to_step: int | None = None,
     leases: str | None = None,
     name: str | None = None,
     model: Path | None = None,
-    directory: RunsDirectory = Path("runs"),
-    as_json: AsJsonObject = False,
+    directory: options.RunsDirectory = Path("runs"),
+    as_json: options.AsJsonObject = False,
 ) -> None:
     """Score the stored answers of an interval again with another reward, into a named table; needs no bus.
 

@@ -10,7 +10,8 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import READERS, AsJson, LiveRun, OfLiveRun, app
+from launch.cli import options
+from launch.cli.app import READERS, LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 
@@ -65,7 +66,7 @@ def tail(
     once: Annotated[bool, Parameter(name="--once", negative=())] = False,
     table: Annotated[bool, Parameter(name="--table", negative=())] = False,
     export: Annotated[Path | None, Parameter(name="--export")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     token_ids: Annotated[bool, Parameter(name="--token-ids", negative=())] = False,
 ) -> None:
     """Show trajectories of a run: the newest ones, and those that come as their groups become complete.
@@ -105,9 +106,9 @@ def tail(
         count = run(partial(export_run, source, chosen, export, token_ids=token_ids))
         print(f"{count} trajectories in {export}")  # noqa: T201 - the user's terminal
         return
-    options = TailOptions(recent, once=once, wanted=chosen, token_ids=token_ids)
+    shown = TailOptions(recent, once=once, wanted=chosen, token_ids=token_ids)
     write = json.dumps if as_json else CompletionTable() if table else lines
-    run(partial(tail_run, source, options, lambda found: print(write(found), flush=True)))  # noqa: T201
+    run(partial(tail_run, source, shown, lambda found: print(write(found), flush=True)))  # noqa: T201
 
 
 def _source(live_run: LiveRun, *, held_out: bool) -> "TrajectorySource":

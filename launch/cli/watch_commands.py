@@ -12,23 +12,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import (
-    READERS,
-    AsJson,
-    Certificate,
-    CertificateKey,
-    CredsFile,
-    Insecure,
-    LiveRun,
-    OfLiveRun,
-    RunBusUrl,
-    RunName,
-    RunsDirectory,
-    ShowToken,
-    app,
-    with_bus_of_run,
-    with_role_of,
-)
+from launch.cli import options
+from launch.cli.app import READERS, LiveRun, OfLiveRun, app, with_bus_of_run, with_role_of
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.environment_variables import RUN_VARIABLE
@@ -37,7 +22,7 @@ from launch.settings.short_forms import short_forms
 
 
 @app.command(usage="Usage: launch status --run NAME [OPTIONS]")
-def status(*, live_run: OfLiveRun = LiveRun(), as_json: AsJson = False) -> None:
+def status(*, live_run: OfLiveRun = LiveRun(), as_json: options.AsJson = False) -> None:
     """Show on one screen how a live run is, and what everyone waits for; from any host, in three seconds.
 
     The exit status is 0 for a healthy run or one that is done, 1 when something is missing or stuck, 2 for a
@@ -60,7 +45,7 @@ def status(*, live_run: OfLiveRun = LiveRun(), as_json: AsJson = False) -> None:
 
 @app.command(usage="Usage: launch verify --run NAME [--records DIR...] [OPTIONS]")
 def verify(
-    *, live_run: OfLiveRun = LiveRun(), records: tuple[Path, ...] = (), as_json: AsJson = False
+    *, live_run: OfLiveRun = LiveRun(), records: tuple[Path, ...] = (), as_json: options.AsJson = False
 ) -> None:
     """Account for every trajectory: compare what actors sent, what is stored and what was trained on.
 
@@ -86,7 +71,7 @@ def verify(
 
 
 StepsDirectory = Annotated[
-    RunsDirectory,
+    options.RunsDirectory,
     Parameter(
         help="Directory of all runs. On the host of the run's storage it holds steps that the bus "
         "has no more."
@@ -97,9 +82,9 @@ StepsDirectory = Annotated[
 @app.command(name="watch", usage="Usage: launch watch --run RUN [--bus URL] [--creds FILE] [--directory DIR]")
 def watch_command(
     *,
-    run_name: RunName,
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
+    run_name: options.RunName,
+    bus: options.RunBusUrl = None,
+    creds: options.CredsFile = None,
     directory: StepsDirectory = Path("runs"),
 ) -> None:
     """Show on any host what `launch local` shows of a run: progress, rewards and what each process waits for.
@@ -134,15 +119,15 @@ def located(name: str, *, directory: Path, given: Mapping[str, Any], named: str 
 def dashboard_command(  # noqa: PLR0913 - each is a flag
     *,
     run_name: Annotated[str | None, Parameter(name="--run", env_var=RUN_VARIABLE)] = None,
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    bus: options.RunBusUrl = None,
+    creds: options.CredsFile = None,
+    directory: options.RunsDirectory = Path("runs"),
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8765,
-    certificate: Certificate = None,
-    certificate_key: CertificateKey = None,
-    show_token: ShowToken = False,
-    insecure: Insecure = False,
+    certificate: options.Certificate = None,
+    certificate_key: options.CertificateKey = None,
+    show_token: options.ShowToken = False,
+    insecure: options.Insecure = False,
 ) -> None:
     """Show the runs of a directory in a browser: curves, what waits for what and why, trajectories.
 

@@ -10,7 +10,7 @@ from benchmarks.commands.parts import AsJson, bench
 from benchmarks.commands.whole_run import run_bench
 from benchmarks.whole_runs.extent import Extent, plan_of, refuse_own
 from bus.errors import ConfigError
-from launch.cli.app import Settings
+from launch.cli import options
 from launch.process.log_settings import configure_logging
 from launch.settings.run_config import Layer, RunConfig, flags
 
@@ -39,7 +39,7 @@ Extents = Annotated[LearningExtent, Parameter(name="*", group=Group("Extent", so
 
 @bench.command(name=NAME, usage="Usage: launch bench learning [OPTIONS]")
 def bench_learning(
-    *, extent: Extents = LearningExtent(), settings: Settings = RunConfig(), as_json: AsJson = False
+    *, extent: Extents = LearningExtent(), settings: options.Settings = RunConfig(), as_json: AsJson = False
 ) -> None:
     """Measure how presets learn, and whether it changes when a share of their rollouts fails.
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from benchmarks.commands.parts import AsJson, bench
 from benchmarks.commands.whole_run import run_bench
 from benchmarks.whole_runs.extent import Extent, plan_of, refuse_own
-from launch.cli.app import Settings
+from launch.cli import options
 from launch.process.log_settings import configure_logging
 from launch.settings.run_config import RunConfig, flags
 
@@ -37,7 +37,7 @@ Extents = Annotated[LengthExtent, Parameter(name="*", group=Group("Extent", sort
 
 @bench.command(name=NAME, usage="Usage: launch bench length [OPTIONS]")
 def bench_length(
-    *, extent: Extents = LengthExtent(), settings: Settings = RunConfig(), as_json: AsJson = False
+    *, extent: Extents = LengthExtent(), settings: options.Settings = RunConfig(), as_json: AsJson = False
 ) -> None:
     """Measure whether the length of answers runs away when longer ones pay and the data is old.
 

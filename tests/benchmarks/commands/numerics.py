@@ -7,7 +7,7 @@ from cyclopts import Parameter
 from benchmarks.commands.parts import AsJson, Model, bench, measure
 from benchmarks.commands.server import server_to_measure
 from bus.errors import ConfigError
-from launch.cli.app import ActorsSettings
+from launch.cli import options
 from launch.process.log_settings import configure_logging
 from launch.settings.run_config import ActorsProcess
 
@@ -19,7 +19,7 @@ def bench_on_policy(
     modes: Annotated[str | None, Parameter(name="--modes")] = None,
     learners: Annotated[str | None, Parameter(name="--learners")] = None,
     new_tokens: int = 96,
-    settings: ActorsSettings = ActorsProcess(),
+    settings: options.ActorsSettings = ActorsProcess(),
     as_json: AsJson = False,
 ) -> None:
     """Compare log-probs of an SGLang server in its modes with the learner's, at equal weights.
@@ -55,7 +55,7 @@ def bench_kv_versions(
     answers: int = 1000,
     updates: int = 20,
     lr: float = 1e-3,
-    settings: ActorsSettings = ActorsProcess(),
+    settings: options.ActorsSettings = ActorsProcess(),
     as_json: AsJson = False,
 ) -> None:
     """Compute answers of an SGLang server again with the weights that they name, after many updates.

@@ -11,7 +11,7 @@ from benchmarks.commands.parts import AsJson, bench, show
 from benchmarks.commands.whole_run import run_bench
 from benchmarks.whole_runs.extent import Extent, plan_of, refuse_own
 from bus.errors import ConfigError
-from launch.cli.app import Settings
+from launch.cli import options
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import Layer, RunConfig, flags
@@ -38,7 +38,7 @@ def bench_staleness(
     methods: str = "",
     lags: str = "",
     extent: Extents = OffPolicyExtent(),
-    settings: Settings = RunConfig(),
+    settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
     """Measure how methods learn the demo from data that is exactly so many versions old.
@@ -70,7 +70,7 @@ def bench_reuse(
     lags: str = "",
     reuses: str = "",
     extent: Extents = OffPolicyExtent(),
-    settings: Settings = RunConfig(),
+    settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
     """Measure how many tokens must be generated to learn the demo, if each is trained on several times.
@@ -108,7 +108,7 @@ def bench_paired(
     lag: int = 8,
     steps: int = 100,
     parallel: int = 1,
-    settings: Settings = RunConfig(),
+    settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
     """Train methods on one recorded stream, and compare what each makes of the same batches.

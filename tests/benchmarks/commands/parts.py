@@ -14,7 +14,8 @@ from cyclopts import App, Parameter
 
 from benchmarks.commands.server import server_to_measure
 from bus.errors import ConfigError, SluiceError
-from launch.cli.app import ActorsSettings, ConfigFiles, Settings, app
+from launch.cli import options
+from launch.cli.app import app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import fail, run
 from launch.settings.run_config import ActorsProcess, RunConfig, config_file, flags, merge
@@ -169,7 +170,7 @@ def bench_weights(
     *,
     model: Annotated[str | None, Parameter(name="--model")] = None,
     versions: int = 12,
-    settings: Settings = RunConfig(),
+    settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
     """Measure a publication, from the learner's step to the engine that serves it.
@@ -270,7 +271,7 @@ def bench_actors(
     new_tokens: int = 64,
     rounds: int = 3,
     server_only: Annotated[bool, Parameter(name="--server-only", negative=())] = False,
-    settings: ActorsSettings = ActorsProcess(),
+    settings: options.ActorsSettings = ActorsProcess(),
     as_json: AsJson = False,
 ) -> None:
     """Compare the embedded engine with batched generate, and an actor with a bare SGLang server.
@@ -344,8 +345,8 @@ def bench_overlap(
     rounds: int = 2,
     limit_s: float = inf,
     prompt_tokens: int = 256,
-    config: ConfigFiles = None,
-    settings: Settings = RunConfig(),
+    config: options.ConfigFiles = None,
+    settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
     """Measure a run's trajectories per second and waiting times, in asynchronous and synchronous turns.

@@ -10,7 +10,8 @@ import sys
 import pytest
 import structlog
 
-from launch.cli.app import LogOptions, log_as
+from launch.cli import options
+from launch.cli.app import log_as
 from launch.cli.main import main
 from launch.process.log_settings import UnbrokenStream, configure_logging, logs_json
 from launch.process.runtime import complaints, fail
@@ -93,11 +94,11 @@ def test_text_is_the_default():
 def test_flags_reach_the_processes_that_are_started(monkeypatch: pytest.MonkeyPatch):
     for name in ("SLUICE_LOG_LEVEL", "SLUICE_LOG_FORMAT"):
         monkeypatch.delenv(name, raising=False)
-    log_as(LogOptions(), "local", level="warning")
+    log_as(options.LogOptions(), "local", level="warning")
     assert "SLUICE_LOG_LEVEL" not in os.environ
     assert not structlog.get_logger().is_enabled_for(20)
     monkeypatch.setenv("SLUICE_LOG_LEVEL", "error")  # which monkeypatch removes in the end
-    log_as(LogOptions(level="debug"), "local", level="warning")
+    log_as(options.LogOptions(level="debug"), "local", level="warning")
     assert os.environ["SLUICE_LOG_LEVEL"] == "debug"
     assert structlog.get_logger().is_enabled_for(10)
 
