@@ -10,6 +10,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +25,24 @@ from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.groups import InterruptionConfig
 from actors.weights.follow import PolicyFollower
 from benchmarks.episode_kinds import ANSWERS, QUESTION, REPOSITORY, Kind, environment_of
-from bus.codec import Json, decode, encode
+from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
 from bus.messages import Lease, Prompt
 from bus.process.process_tuning import few_collections, quick_turns
 from bus.server.nats_server import NatsServer
-from bus.streams.consume import Inbox
-from bus.streams.message_parts import Parts
 from bus.streams.publish import Publisher
-from bus.topology import ensure
-from bus.trajectory import TrajectoryBatch
+from bus.topology import ensure, trajectories_stream
 from bus.waiting import cancelled
+from launch.settings.run_config import resolve
+from launch.verify.comparison import Verdicts
+from launch.verify.verify import verified
 from learner.initial.scratch_model import character_tokenizer
-from storage.account.records import Copy, read_records
-from storage.account.records import Kind as Said
+from storage.disk.run_directory import RunDirectory
+from storage.ledger.ledger import Ledger
+from storage.shard.server import Shard
+from storage.store.replay import ReplayStore
 from tests.actors.scripted_engine import ScriptedEngine
 
 SAMPLES = 8
@@ -47,6 +50,7 @@ SAMPLES = 8
 LAG_PERIOD_S = 0.005
 WANTED_LAG_MS = 50.0
 TIMEOUT_S = 1800.0
+STORE_TIMEOUT_S = 120.0
 Report = dict[str, float | int | bool]
 
 
@@ -125,9 +129,13 @@ async def _bench(load: EpisodesLoad) -> Report:
             )  # fmt: skip
             with few_collections(), quick_turns():
                 report = await _measured(bus, worker, load)
-            whole, tokens = await _stored(bus, load, account)
-            lost = load.episodes - whole
-            return {**report, "lost": lost, "tokens_per_episode": round(tokens / max(1, whole))}
+            tokens, verdicts = await _stored(bus, load, Path(directory), account)
+            return {
+                **report,
+                "lost": load.episodes - len(tokens),
+                "verified": not verdicts.is_broken and verdicts.totals["acknowledged"] == load.episodes,
+                "tokens_per_episode": round(sum(tokens) / max(1, len(tokens))),
+            }
 
 
 async def _offer(bus: Bus, load: EpisodesLoad) -> None:
@@ -177,20 +185,33 @@ async def _measured(bus: Bus, worker: Worker, load: EpisodesLoad) -> Report:
     }
 
 
-async def _stored(bus: Bus, load: EpisodesLoad, account: Path) -> tuple[int, int]:
-    """Return how many episodes are on the bus as the actor's account says, with all turns, and the tokens of
-    all."""
-    files = read_records(account)
-    said = {one.copy for file in files for one in file.records if one.kind is Said.ACKNOWLEDGED}
-    inbox, parts = Inbox(bus, "TRAJECTORIES", "shard-0"), Parts(bus)
-    found: dict[Copy, int] = {}
-    while arrived := await inbox.take(64, 2.0):
-        for handle in await parts.collect(arrived):
-            for one in decode(handle.data, TrajectoryBatch).trajectories:
-                if (copy := Copy.of(one)) in said and len(one.turns) == load.turns:
-                    found[copy] = len(one.token_ids)
-            await handle.ack()
-    return len(found), sum(found.values())
+async def _stored(bus: Bus, load: EpisodesLoad, directory: Path, account: Path) -> tuple[list[int], Verdicts]:
+    """Have a shard store what is on the bus, and compare it with the actor's account as `launch verify` does.
+
+    Returns the tokens of each episode that is there with all its turns, and the verdicts."""
+    run, stop = RunDirectory(directory, "bench"), asyncio.Event()
+    settings = {
+        "run": "bench",
+        "directory": str(directory),
+        "data": {"task": "sort"},
+        "replay": {"shards": 1},
+    }
+    run.config.write_text(resolve(settings).model_dump_json())
+    with closing(Ledger.open(run.ledger)) as ledger, closing(ReplayStore.open(run.replay(0))) as store:
+        leases = ledger.issue(load.groups, 0)
+        shard = Shard(bus, store, 0, shards=1, was_issued=lambda _: True, linger_s=0.02)
+        storing = asyncio.create_task(shard.run(stop))
+        stream = bus.topology.stream(trajectories_stream(0))
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            while not storing.done():
+                if not (await bus.js.stream_info(stream)).state.messages:
+                    break
+                await asyncio.sleep(LAG_PERIOD_S)
+        stop.set()
+        await storing
+        found = [one for lease in leases for one in store.trajectories_of(lease)]
+        verdicts = await verified(run, [account], bus=bus)
+    return [len(one.token_ids) for one in found if len(one.turns) == load.turns], verdicts
 
 
 async def _watch_lag(lag: list[float]) -> None:

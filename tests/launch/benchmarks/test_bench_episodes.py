@@ -11,7 +11,7 @@ from bus.errors import ConfigError
 @pytest.mark.nats
 def test_bench_runs_all_episodes_and_finds_them_whole_on_the_bus():
     report = bench_episodes(EpisodesLoad(episodes=16, turns=3, turn_s=0.01))
-    assert (report["episodes"], report["turns"], report["lost"]) == (16, 3, 0)
+    assert (report["episodes"], report["turns"], report["lost"], report["verified"]) == (16, 3, 0, True)
     assert 0 < report["event_loop_lag_p50_ms"] <= report["event_loop_lag_p99_ms"]
     assert report["turns_per_s"] > 0
 
@@ -26,7 +26,7 @@ def test_long_episodes_cost_as_much_a_turn_as_short_ones_and_none_is_lost(kind):
         bench_episodes(EpisodesLoad(8, turns, turn_s=0, kind=kind, keep_turns_every_s=0.3))
         for turns in (100, 1000)
     )
-    assert (short["lost"], long["lost"]) == (0, 0)
+    assert [(one["lost"], one["verified"]) for one in (short, long)] == [(0, True)] * 2
     assert long["tokens_per_episode"] > 125_000
     # a gateway's client sends all that was said with each turn: ten times as much to read, and nothing more
     assert long["cpu_per_turn_ms"] < {"chat": 5, "gateway": 10}[kind] * short["cpu_per_turn_ms"]
@@ -38,7 +38,7 @@ def test_long_episodes_cost_as_much_a_turn_as_short_ones_and_none_is_lost(kind):
 @pytest.mark.nats
 def test_sixty_four_episodes_at_once_work_in_sandboxes_and_none_is_lost():
     report = bench_episodes(EpisodesLoad(64, 50, turn_s=0, kind="sandbox"))
-    assert (report["lost"], report["tokens_per_episode"] > 30_000) == (0, True)
+    assert (report["lost"], report["verified"], report["tokens_per_episode"] > 30_000) == (0, True, True)
     assert report["memory_per_episode_kib"] < 4 << 10
 
 
