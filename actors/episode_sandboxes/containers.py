@@ -1,6 +1,6 @@
 """Sandboxes in containers of Docker or Podman on this host, by the HTTP API (1.41) at the daemon's socket. A
-container has no network and no capability. It ends with its episode, by itself after its longest life, or
-when the next actor of this host finds that the one which started it has ended."""
+container has no network and no capability. It ends with its episode, with its actor, or after its longest
+life; what a daemon that was away has left, the next actor of this host removes."""
 
 import asyncio
 import json
@@ -30,6 +30,8 @@ from bus.waiting import cancelled
 
 log = structlog.get_logger()
 API = "/v1.41"
+LIVE = 'exec 3<&0; sleep "$0" & life=$!; (cat <&3 > /dev/null; kill "$life") & wait "$life"'
+"""Script of a container, which ends after its longest life, or with the connection of its actor."""
 BEGIN_EXEC = 'echo $$ > "$0"; exec "$@"'
 """Script that notes the process of a command, so that it can be ended."""
 END_EXEC = 'kill -9 "-$(cat "$0")"'  # Debian's shell knows no "--" here
@@ -101,6 +103,8 @@ class ContainerBackend:
             status, made = await self.ask("POST", path, described)
         if status != 201:
             raise ToolError(f"the daemon makes no container of {image!r}: {_message(made)}")
+        held = f"{API}/containers/{container.container_id}/attach?stream=1&stdin=1"
+        _, container.held = await _upgraded(self.socket, held, b"")
         status, said = await self.ask("POST", f"/containers/{container.container_id}/start")
         if status not in (204, 304):
             raise ToolError(f"the daemon starts no container of {image!r}: {_message(said)}")
@@ -173,8 +177,10 @@ class ContainerBackend:
         }  # fmt: skip
         return {
             "Image": image,
-            "Entrypoint": ["/bin/sh", "-c", f"sleep {self._config.life_s:.0f} & wait"],
+            "Entrypoint": ["/bin/sh", "-c", LIVE, f"{self._config.life_s:.0f}"],
             "Cmd": [],
+            "OpenStdin": True,
+            "StdinOnce": True,
             "User": self._config.user or "",
             "WorkingDir": WORKSPACE,
             "Env": [f"HOME={WORKSPACE}"],
@@ -207,6 +213,8 @@ class Container:
         self.container_id = container_id
         self.shared = shared
         """Directory of this host that the container sees, if it is asked to listen."""
+        self.held: asyncio.StreamWriter | None = None
+        """Standard input of the container, which ends with it: the kernel closes it with this process."""
         self._backend = backend
         self._killed = 0
         """Processes that the kernel has killed for lack of memory, as far as is known."""
@@ -259,6 +267,9 @@ class Container:
         except ToolError as error:
             log.warning("container_is_not_removed", container=self.container_id, reason=str(error))
             self._backend.left.add(self.container_id)
+        finally:
+            if self.held is not None:
+                self.held.close()
 
     async def _made(self, command: Command, script: Sequence[str]) -> str:
         described: JSON = {
@@ -354,10 +365,25 @@ class _Stream:
 
 @asynccontextmanager
 async def _stream(socket: Path, path: str, command: Command) -> AsyncIterator[_Stream]:
-    """Begin a command, and send its input while inside. aiohttp leaves no connection to its user."""
+    """Begin a command, and send its input while inside."""
+    reader, writer = await _upgraded(socket, path, b'{"Detach": false, "Tty": false}')
+    stream = _Stream(reader, command.output_bytes)
+    writer.write(command.stdin)
+    writer.write_eof()
+    try:
+        yield stream
+    finally:
+        await stream.close()
+        writer.close()
+
+
+async def _upgraded(
+    socket: Path, path: str, body: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask the daemon for a connection that carries input and output. Raises ToolError, and ToolFailedError
+    where it refuses. aiohttp leaves no connection to its user."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(socket))
-        body = b'{"Detach": false, "Tty": false}'
         head = f"POST {path} HTTP/1.1\r\nHost: daemon\r\nContent-Type: application/json\r\n"
         upgrade = f"Connection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write((head + upgrade).encode() + body)
@@ -368,14 +394,7 @@ async def _stream(socket: Path, path: str, command: Command) -> AsyncIterator[_S
     if answer.split(b" ", 2)[1] not in (b"101", b"200"):
         writer.close()
         raise ToolFailedError(f"the daemon begins no command: {answer.splitlines()[0].decode()}")
-    stream = _Stream(reader, command.output_bytes)
-    writer.write(command.stdin)
-    writer.write_eof()
-    try:
-        yield stream
-    finally:
-        await stream.close()
-        writer.close()
+    return reader, writer
 
 
 def _remove_directories() -> None:

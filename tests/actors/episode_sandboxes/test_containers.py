@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 from structlog.testing import capture_logs
@@ -139,6 +140,16 @@ async def test_a_container_that_has_ended_or_was_left_is_told_and_removed(daemon
         await ours.close()
 
 
+async def test_a_container_ends_with_its_actor_whatever_name_the_next_one_has(daemon):
+    left, _ = await asyncio.to_thread(leave_a_container, daemon)
+    async with backend_of(daemon) as backend, asyncio.timeout(30):
+        connector = aiohttp.UnixConnector(str(daemon))
+        backend._session = aiohttp.ClientSession("http://daemon", connector=connector)
+        status = 200
+        while status != 404:
+            status, _ = await backend.ask("GET", f"/containers/{left}/json")
+
+
 async def test_a_daemon_that_starts_again_fails_what_is_open_and_serves_what_comes_later():
     with daemon_of("docker") as socket, ExitStack() as further, capture_logs() as logs:
         pool = SandboxPool(
@@ -212,7 +223,7 @@ async def test_a_daemon_of_an_ordinary_user_serves_and_missing_limits_are_told()
             assert await said(sandbox, "id -u; pwd") == "0\n/workspace\n"
             assert (await shell(sandbox, "sleep 60", timeout_s=0.5)).end == "time"
     told = [one["limits"] for one in logs if one["event"] == "sandboxes_are_not_limited"]
-    assert told == ([] if HAS_GROUPS_OF_VERSION_2 else [["Memory", "PidsLimit"]])
+    assert told == ([] if HAS_GROUPS_OF_VERSION_2 else [["Memory", "PidsLimit", "CpuQuota"]])
 
 
 def test_a_socket_without_a_daemon_is_a_config_error(tmp_path):
