@@ -74,7 +74,7 @@ def follow(session: pytest.Session, running: dict[Connection, BaseProcess]) -> N
                     continue
                 report = hook.pytest_report_from_serializable(config=session.config, data=message)
             hook.pytest_runtest_logreport(report=report)
-            if report.when == "teardown":
+            if report.when != "setup" or not report.passed:
                 hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
@@ -85,11 +85,14 @@ class Reports:
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection
+        self._all = config.option.durations is not None
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         self._connection.send((nodeid, location))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call" and not self._all:
+            return  # nobody is shown that a test was set up and torn down
         self._connection.send(
             self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         )

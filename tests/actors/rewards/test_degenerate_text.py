@@ -12,8 +12,8 @@ from tests.actors.rewards.test_ifbench import CASES as IFBENCH
 from tests.actors.rewards.test_ifbench import SYLLABLES, VERBS, nltk_data, write_tagger  # noqa: F401 - a fixture
 from tests.actors.rewards.test_instructions import CASES
 
-LENGTH = 20_000
-BOUND_S = 1.0
+LENGTH = 10_000
+BOUND_S = 0.25
 """Processor time for one text; what is quadratic in its length takes several times that."""
 PARTS = [
     " ", "\n", "x \n", "*", "_ ", "a b. ", ".", "A ", "answer ", "the answer is ", "\\boxed{", "```\n", "<<",

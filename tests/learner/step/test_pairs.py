@@ -100,9 +100,10 @@ def means(model: PreTrainedModel, reference: PreTrainedModel, samples, formula: 
     return {name: values.mean() for name, values in found.items()}
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("formula", "backend"),
-    [("sigmoid", "megatron"), ("smooth", "fsdp"), ("hinge", "megatron"), ("ipo", "fsdp")],
+    [("sigmoid", "megatron"), ("ipo", "fsdp"), ("hinge", "megatron"), ("smooth", "fsdp")],
 )
 def test_steps_and_held_out_figures_are_those_of_the_formula_and_a_resume_changes_no_bit(
     tmp_path: Path, formula: str, backend: str
@@ -206,9 +207,10 @@ def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend, p
         assert found == [pytest.approx(step, abs=2e-5) for step in alone]
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("backend", "rank", "pads_with_end"),
-    [("fsdp", 0, True), ("fsdp", 4, False), ("megatron", 0, False), ("megatron", 4, False)],
+    [("fsdp", 0, True), ("megatron", 4, False), ("megatron", 0, False), ("fsdp", 4, False)],
 )
 def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(
     tmp_path: Path, backend: str, rank: int, pads_with_end: bool
