@@ -15,7 +15,7 @@ SGLANG_GPU := actors/engines/sglang/gpu
 SGLANG_GPU_STAMP := $(SGLANG)/.installed-gpu
 # Tests start many processes. Where compiled modules are not kept, each of them compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-# More workers than there are processors, since a test waits for its servers half of its time.
+# More workers than there are processors, since a test waits for its servers more than half of its time.
 workers = --workers $$(( $$(getconf _NPROCESSORS_ONLN) + $(1) < 8 ? $$(getconf _NPROCESSORS_ONLN) + $(1) : 8 ))
 # Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
 files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
@@ -26,10 +26,10 @@ demo: install
 	$(BIN)/launch local --preset sort
 
 test: install
-	$(BIN)/pytest $(call workers,3)
+	$(BIN)/pytest $(call workers,5)
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,2) $(call files_of,slow)
+	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,4) $(call files_of,slow)
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly $(call files_of,nightly)
