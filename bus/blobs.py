@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import xxhash
+
 from bus.errors import DamagedError
 from bus.messages import BlobRef
 
@@ -32,6 +34,14 @@ def blocks_of(content: Iterable[bytes | memoryview], block_bytes: int) -> Iterat
 def sha256_of(content: Iterable[bytes | memoryview]) -> bytes:
     """Return the SHA-256 of all pieces together; hashlib releases the interpreter lock for large ones."""
     digest = hashlib.sha256()
+    for piece in content:
+        digest.update(piece)
+    return digest.digest()
+
+
+def xxh3_of(content: Iterable[bytes | bytearray]) -> bytes:
+    """Return the xxh3-128 of all pieces together, which finds damage alone, in a tenth of the time."""
+    digest = xxhash.xxh3_128()
     for piece in content:
         digest.update(piece)
     return digest.digest()

@@ -188,6 +188,8 @@ class ReadRequest(Message, tag="read_request"):
     """Asks a shard for the trajectories of these groups."""
 
     lease_ids: tuple[int, ...]
+    apart: bool = False
+    """Whether the asker fetches routed experts by HTTP, where they are many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

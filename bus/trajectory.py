@@ -371,12 +371,18 @@ class KeptTurn(Message, tag="kept_turn"):
         return int(self.policy_versions.max(initial=-1)) if self.trained else -1
 
 
+LEAST_APART_BYTES = 512 << 10
+"""Routed experts that are fewer bytes travel in their message: it is not split for them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsApart(Message, tag="experts_apart"):
-    """Names routed experts that do not travel in the message: the actor has sent them to the shard itself."""
+    """Names routed experts that do not travel in the message: an actor has sent them to the shard itself, or
+    a learner fetches them from there."""
 
-    sha256: bytes
-    """Digest of all of them, one after the other."""
+    digest: bytes
+    """Digest of all of them, one after the other: SHA-256 as an actor sends them, xxh3-128 as a learner
+    fetches them."""
     sizes: tuple[int, ...]
     """Bytes of each trajectory of the message, and then of each turn."""
     moe_layers: int
@@ -425,11 +431,11 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
         """Return the bytes of the routed experts that are not here."""
         return sum(self.apart.sizes) if self.apart is not None else 0
 
-    def without_experts(self, sha256: bytes) -> "TrajectoryBatch":
+    def without_experts(self, digest: bytes) -> "TrajectoryBatch":
         """Return the message without its routed experts, which have this digest."""
         layers, per_token = max((one.moe_layers, one.experts_per_token) for one in self.sampled)
         sizes = tuple(len(one.routed_experts) for one in self.sampled)
-        apart = ExpertsApart(sha256=sha256, sizes=sizes, moe_layers=layers, experts_per_token=per_token)
+        apart = ExpertsApart(digest=digest, sizes=sizes, moe_layers=layers, experts_per_token=per_token)
         return replace(
             self,
             trajectories=tuple(
@@ -440,15 +446,15 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
             apart=apart,
         )
 
-    def with_experts(self, data: bytes) -> "TrajectoryBatch":
+    def with_experts(self, data: bytes | bytearray) -> "TrajectoryBatch":
         """Return the message with the routed experts that `apart` names. Raises `SchemaError` where they are
         not those of its tokens."""
         assert self.apart is not None
         apart, count = self.apart, len(self.trajectories)
         if len(data) != self.apart_bytes:
             raise SchemaError(f"{len(data)} bytes of routed experts are not of the sizes {apart.sizes}")
-        ends = accumulate(apart.sizes)
-        found = [data[end - size : end] for end, size in zip(ends, apart.sizes, strict=True)]
+        ends, view = accumulate(apart.sizes), memoryview(data)
+        found = [bytes(view[end - size : end]) for end, size in zip(ends, apart.sizes, strict=True)]
         trajectories = tuple(
             replace(
                 one,

@@ -34,15 +34,16 @@ class BlobAccessAsked(Message, tag="blob_access_asked"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsPlaceAsked(Message, tag="experts_place_asked"):
-    """An actor asks a shard where it takes routed experts, which need not pass the bus."""
+    """An actor asks a shard where it takes routed experts, which need not pass the bus, or a learner where it
+    has those that are stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsPlace(Message, tag="experts_place"):
-    """Says where a shard takes routed experts."""
+    """Says where a shard takes routed experts, or has them."""
 
     url: str
-    """URL of its server; a path of the digest is put to it."""
+    """Beginning of the URLs of its server, to which the name of what is sent or fetched is added."""
     access: BlobAccess | None = None
     """What the server asks for, on a secured bus."""
 

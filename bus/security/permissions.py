@@ -194,6 +194,7 @@ LEARNER_ASKS = (
     "resumed",
     "stored.*",
     "read.*",
+    "stored_experts.*",
     "locate.*",
 )
 """Requests by which the learner gets its batches."""

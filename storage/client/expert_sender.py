@@ -11,13 +11,11 @@ from bus.blobs import sha256_of
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.process.log_throttle import LogThrottle
-from bus.trajectory import TrajectoryBatch
+from bus.trajectory import LEAST_APART_BYTES, TrajectoryBatch
 from bus.weight_requests import ExpertsPlace, ExpertsPlaceAsked
 from storage.weights.blob_http import shown_access
 
 log = structlog.get_logger()
-LEAST_BYTES = 512 << 10
-"""Routed experts that are fewer bytes travel in their message: it is not split for them."""
 AT_ONCE = 4
 """Messages whose routed experts are sent at a time."""
 ANSWER_TIMEOUT_S = 2.0
@@ -44,7 +42,8 @@ class ExpertSender:
         It is returned as it is where they are few, or the shard cannot be reached: then it all travels over
         the bus."""
         experts = [one.routed_experts for one in batch.sampled]
-        if sum(map(len, experts)) < LEAST_BYTES or time.monotonic() < self._avoided_until.get(shard, 0.0):
+        is_avoided = time.monotonic() < self._avoided_until.get(shard, 0.0)
+        if is_avoided or sum(map(len, experts)) < LEAST_APART_BYTES:
             return batch
         sha256 = await asyncio.to_thread(sha256_of, experts)
         async with self._slots:
@@ -79,7 +78,7 @@ class ExpertSender:
 async def _put(place: ExpertsPlace, shard: int, sha256: bytes, experts: Sequence[bytes]) -> None:
     """Put bytes to a server. Raises `BusError` unless it has them then."""
     size_bytes = sum(map(len, experts))
-    target = f"{place.url}/{shard}-{sha256.hex()}"
+    target = f"{place.url}{shard}-{sha256.hex()}"
     shown = shown_access(place.access)
     headers = {**shown.pop("headers", {}), "Content-Length": str(size_bytes)}
     timeout = aiohttp.ClientTimeout(total=30 + size_bytes / SLOWEST_BYTES_PER_S, connect=3)

@@ -34,6 +34,7 @@ from bus.requests import (
 )
 from bus.trajectory import Trajectory, TrajectoryBatch
 from bus.waiting import is_away
+from storage.client.expert_reader import ExpertReader
 from storage.disk.host_identity import host_identity
 from storage.store.addresses import directory_identity
 from storage.store.image_blobs import KnownImages
@@ -60,6 +61,7 @@ class ReplayReader:
         """Counts of trajectories that were `mapped` or came over the `bus`, and of their bytes (`_bytes`)."""
         self._bus = bus
         self._incarnation = incarnation
+        self._experts = ExpertReader(bus)
         self._local = LocalReader(bus) if read == "auto" else None
 
     def close(self) -> None:
@@ -169,12 +171,18 @@ class ReplayReader:
             raise error
 
     async def _receive(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
+        apart = self._experts.reads(shard)
         batches = await self._bus.request_many(
             self._bus.subject("rpc", "read", shard),
-            ReadRequest(lease_ids=tuple(lease_ids)),
+            ReadRequest(lease_ids=tuple(lease_ids), apart=apart),
             TrajectoryBatch,
             timeout_s=ANSWER_TIMEOUT_S,
         )
+        if apart:
+            try:
+                batches = await self._experts.whole(shard, batches)
+            except BusError:  # as is logged; the next answer has them all
+                return await self._receive(shard, lease_ids)
         found = [trajectory for batch in batches for trajectory in batch.whole]
         if not are_groups(found, lease_ids):
             raise BusError(f"shard {shard} was asked for groups {lease_ids} and answers others")

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import os
 import re
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -20,14 +21,15 @@ from aiohttp import web
 from bus.blobs import sha256_of
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError
+from bus.errors import BusError, ConfigError, StorageError
 from bus.topology import trajectories_stream
 from bus.trajectory import ExpertsApart
 from bus.waiting import set_within
 from bus.weight_requests import ExpertsPlace, ExpertsPlaceAsked
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.settings.weights_transport import ServerConfig
-from storage.weights.blob_http import PART_BYTES, STALLED_S, BlobServer, nothing_here
+from storage.store.replay import ReplayStore
+from storage.weights.blob_http import PART_BYTES, STALLED_S, BlobServer, Served
 
 log = structlog.get_logger()
 DIRECTORY = ".experts"
@@ -59,14 +61,14 @@ class ExpertFiles:
     def read(self, apart: ExpertsApart) -> bytes | None:
         """Return the routed experts; None where they are not here, or torn by a power cut."""
         try:
-            data = (self._directory / apart.sha256.hex()).read_bytes()
+            data = (self._directory / apart.digest.hex()).read_bytes()
         except FileNotFoundError:
             return None
-        return data if sha256_of([data]) == apart.sha256 else None
+        return data if sha256_of([data]) == apart.digest else None
 
     def remove(self, apart: ExpertsApart) -> None:
         """Remove what is stored now."""
-        (self._directory / apart.sha256.hex()).unlink(missing_ok=True)
+        (self._directory / apart.digest.hex()).unlink(missing_ok=True)
 
     def remove_older(self, age_s: float) -> int:
         """Remove files that came longer ago than that; return how many there were."""
@@ -135,25 +137,58 @@ class IncomingExperts:
         self._temporary.unlink(missing_ok=True)
 
 
-class ExpertServer:
-    """Takes routed experts for the shards of a process over HTTP, on a secured bus over HTTPS. It listens
-    from the moment on when an actor asks where to send them: most runs record none."""
+class StoredExperts:
+    """The routed experts of a stored group, one trajectory after the other, read when the first are sent."""
 
-    def __init__(self, bus: Bus, stores: Mapping[int, Path], config: ServerConfig, most_bytes: int) -> None:
-        """Take `most_bytes` for each of the shards whose stores have these directories."""
+    def __init__(self, store: ReplayStore, lease_id: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._store = store
+        self._lease_id = lease_id
+        self._data: bytes | None = None
+
+    def has(self, begin: int, end: int) -> bool:
+        return 0 <= begin <= end <= self.size_bytes
+
+    def read(self, begin: int, count: int) -> bytes:
+        """Return some of them; none, which cuts the reader off, where the group is gone."""
+        if self._data is None:
+            try:
+                found = self._store.read([self._lease_id])
+            except StorageError as error:
+                log.warning("group_not_known", lease_id=self._lease_id, reason=str(error))
+                return b""
+            self._data = b"".join(trajectory.routed_experts for trajectory in found)
+        return self._data[begin : begin + count]
+
+    def close(self) -> None:
+        self._data = None
+
+
+class ExpertServer:
+    """Takes routed experts for the shards of a process over HTTP, on a secured bus over HTTPS, and serves
+    those that are stored. It listens from the moment on when somebody asks where: most runs record none."""
+
+    def __init__(
+        self, bus: Bus, stores: Mapping[int, ReplayStore], config: ServerConfig, most_bytes: int
+    ) -> None:
+        """Take `most_bytes` for each of the shards with these stores."""
         self._bus = bus
-        self._files = {str(shard): ExpertFiles(store) for shard, store in stores.items()}
+        self._stores = {str(shard): store for shard, store in stores.items()}
+        self._files = {shard: ExpertFiles(store.directory) for shard, store in self._stores.items()}
         self._most_bytes = most_bytes
-        self._server = BlobServer(nothing_here, config, setting="replay.server.port", take=self._take)
+        self._readers = secrets.token_urlsafe(32)
+        """Beginning of what readers ask for, which actors are not told: they have no right to read."""
+        self._server = BlobServer(self._find, config, setting="replay.server.port", take=self._take)
         self._starting = asyncio.Lock()
         self._url = ""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Answer actors while inside."""
+        """Answer actors and learners while inside."""
         asked = [
-            await self._bus.serve(self._bus.subject("rpc", "experts", shard), ExpertsPlaceAsked, self._place)
+            await self._bus.serve(self._bus.subject("rpc", what, shard), ExpertsPlaceAsked, answer)
             for shard in self._files
+            for what, answer in (("experts", self._place), ("stored_experts", self._stored_place))
         ]
         try:
             yield
@@ -170,7 +205,17 @@ class ExpertServer:
                 except ConfigError as error:
                     log.warning("routed_experts_not_taken", reason=str(error))
                     raise BusError(str(error)) from error
-        return [ExpertsPlace(url=self._url, access=self._server.access)]
+        return [ExpertsPlace(url=f"{self._url}/", access=self._server.access)]
+
+    async def _stored_place(self, asked: ExpertsPlaceAsked) -> list[Message]:
+        await self._place(asked)
+        return [ExpertsPlace(url=f"{self._url}/{self._readers}-", access=self._server.access)]
+
+    def _find(self, name: str) -> Served | None:
+        """Return a stored group's routed experts, asked for as `<readers>-<shard>-<lease>-<bytes>`."""
+        asked = re.fullmatch(rf"{re.escape(self._readers)}-(\d+)-(\d+)-(\d+)", name)
+        store = self._stores.get(asked[1]) if asked is not None else None
+        return StoredExperts(store, int(asked[2]), int(asked[3])) if asked and store else None
 
     async def _take(self, request: web.Request) -> None:
         """Write what is put as `<shard>-<SHA-256>`. What is here already is not written again."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import nats.errors
 import numpy as np
@@ -12,6 +13,7 @@ from nats.js.errors import NotFoundError
 from numpy.typing import NDArray
 
 from bus.agent_rewards import episode_rewards
+from bus.blobs import xxh3_of
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.errors import BusError, LostDataError, SchemaError, StorageError, UnreadableGroupsError
@@ -31,7 +33,7 @@ from bus.streams.consume import Inbox, consume_batches
 from bus.streams.message_parts import Parts
 from bus.streams.publish import Publisher, together
 from bus.topology import TRAJECTORIES, shard_of, trajectories_stream
-from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
+from bus.trajectory import LEAST_APART_BYTES, KeptTurn, Trajectory, TrajectoryBatch
 from bus.waiting import RETRY_S, set_within
 from storage.disk.host_identity import host_identity
 from storage.shard.group_requests import serve_closing, serve_siblings, serve_turns
@@ -282,6 +284,8 @@ class Shard:
             raise UnreadableGroupsError(str(error), lost) from error
         except StorageError as error:
             raise BusError(str(error)) from error
+        if request.apart:
+            return [*await asyncio.to_thread(lambda: [*_without_experts(found)]), Done()]
         return [*_packed(found), Done()]
 
     def _lost(self, lease_ids: Sequence[int]) -> tuple[int, ...]:
@@ -327,6 +331,17 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
             batch, size = [], 0
     if batch:
         yield TrajectoryBatch.of(batch)
+
+
+def _without_experts(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
+    """Answers of a group each, without its routed experts if they are many (`ExpertServer`)."""
+    for _, siblings in groupby(trajectories, key=lambda trajectory: trajectory.lease_id):
+        group = list(siblings)
+        experts = [trajectory.routed_experts for trajectory in group]
+        if sum(map(len, experts)) < LEAST_APART_BYTES:
+            yield from _packed(group)
+        else:
+            yield TrajectoryBatch.of(group).without_experts(xxh3_of(experts))
 
 
 def _rewards(trained: Sequence[Trajectory]) -> list[NDArray[np.float64]]:

@@ -162,7 +162,7 @@ async def hold_shards(
         async with asyncio.TaskGroup() as tasks:  # a dead holder's silence is awaited for all at once
             holding = [tasks.create_task(hold(number), name=f"hold shard {number}") for number in numbers]
         held = [task.result() for task in holding]
-        stores = {one.number: one.store.directory for one in held}
+        stores = {one.number: one.store for one in held}
         taking = ExpertServer(bus, stores, replay.server, bus.topology.trajectories_bytes(replay.shards))
         await stack.enter_async_context(taking.serving())
         yield held

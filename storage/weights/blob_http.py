@@ -110,10 +110,6 @@ Take = Callable[[web.Request], Awaitable[None]]
 """Takes what a request puts under a name. It raises `web.HTTPException` for what it does not take."""
 
 
-def nothing_here(_: str) -> None:
-    """Find no blob, for a server that only takes them."""
-
-
 class BlobServer:
     """Serves blobs, or takes them, and nothing else; on a secured bus only for who has its token."""
 

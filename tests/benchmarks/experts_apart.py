@@ -26,9 +26,11 @@ from benchmarks.swarm import PACKAGES
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.requests import ReadRequest
 from bus.streams.publish import Publisher, together
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
+from storage.client.expert_reader import ExpertReader
 from storage.client.expert_sender import ExpertSender
 from storage.disk.run_directory import RunDirectory
 from storage.settings.replay import ReplayConfig
@@ -45,8 +47,8 @@ LOOK_S = 0.01
 
 
 async def measure() -> dict[str, list[float]]:
-    """Return what passed the broker, its CPU time and the seconds until all was stored, of each round of both
-    ways in turns."""
+    """Return what passed the broker, its CPU time, and the seconds until all was stored and until a learner
+    elsewhere had read it, of each round of both ways in turns."""
     found: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as made:
         async with (
@@ -65,7 +67,8 @@ async def measure() -> dict[str, list[float]]:
 
 
 async def _round(server: Server, bus: Bus, number: int, way: str) -> dict[str, float]:
-    messages = [_message(number * 2 + (way == "http"), n) for n in range(MESSAGES)]
+    lease = number * 2 + (way == "http")
+    messages = [_message(lease, n) for n in range(MESSAGES)]
     process = psutil.Process(server.pid)
     carried, cpu = await server.bytes(), sum(process.cpu_times()[:2])
     began, sender, publisher = time.perf_counter(), ExpertSender(bus), Publisher(bus)
@@ -78,14 +81,25 @@ async def _round(server: Server, bus: Bus, number: int, way: str) -> dict[str, f
         name = f"{number}-{way}-{n}"
         await publisher.publish(bus.subject("trajectories", 0), encode(batch), message_id=name)
 
+    async def read() -> None:
+        asked = ReadRequest(lease_ids=(lease,), apart=way == "http")
+        subject = bus.subject("rpc", "read", 0)
+        answers = await bus.request_many(subject, asked, TrajectoryBatch, timeout_s=TIMEOUT_S)
+        [*found] = await ExpertReader(bus).whole(0, answers)
+        assert all(one.routed_experts for answer in found for one in answer.sampled)
+
     async with asyncio.timeout(TIMEOUT_S):
         await together(publish(n) for n in range(MESSAGES))
         stream = bus.topology.stream("TRAJECTORIES")
         while (await bus.js.stream_info(stream)).state.messages:  # noqa: ASYNC110  # a stream has no such event
             await asyncio.sleep(LOOK_S)
+    stored, stored_bytes = time.perf_counter(), await server.bytes()
+    await read()
     return {
-        "s": round(time.perf_counter() - began, 3),
-        "broker_mb": round((await server.bytes() - carried) / 1e6, 1),
+        "stored_s": round(stored - began, 3),
+        "stored_broker_mb": round((stored_bytes - carried) / 1e6, 1),
+        "read_s": round(time.perf_counter() - stored, 3),
+        "read_broker_mb": round((await server.bytes() - stored_bytes) / 1e6, 1),
         "broker_cpu_s": round(sum(process.cpu_times()[:2]) - cpu, 2),
     }
 

@@ -185,7 +185,7 @@ EXAMPLES = (
     make_trajectory(3, 1),
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
     TrajectoryBatch(trajectories=()),
-    ExpertsApart(sha256=bytes(range(32)), sizes=(768, 0), moe_layers=4, experts_per_token=2),
+    ExpertsApart(digest=bytes(range(32)), sizes=(768, 0), moe_layers=4, experts_per_token=2),
     TrajectoryBatch(trajectories=(make_trajectory(1, 0),)).without_experts(b"s" * 32),
     ExpertsPlaceAsked(),
     ExpertsPlace(url="https://10.0.0.1:40000", access=BlobAccess(token="t", certificate="c")),

@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +21,18 @@ from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import GroupRejected
+from bus.requests import GroupRef, ReadRequest
 from bus.streams import consume
 from bus.streams.consume import Inbox, consume_batches
 from bus.trajectory import KeptTurn, TrajectoryBatch, Turn
 from bus.weight_requests import ExpertsPlace, ExpertsPlaceAsked
 from storage.client import expert_sender
 from storage.client.expert_sender import ExpertSender
+from storage.client.reader import ReplayReader
 from storage.settings.weights_transport import ServerConfig
 from storage.shard.routed_experts import DIRECTORY, ExpertFiles, ExpertServer
 from storage.store.replay import ReplayStore
+from storage.weights.blob_http import shown_access
 from tests.bus.security.secured import by_role, make_streams, secured_bus
 from tests.factories import make_lease, make_trajectory, make_turn
 from tests.storage.serving import dead_letters, has, make_shard, running, until
@@ -59,7 +62,7 @@ def store(tmp_path):
 
 
 @asynccontextmanager
-async def taking(bus: Bus, store: Path, most_bytes: int = MANY, **config: object):
+async def taking(bus: Bus, store: ReplayStore, most_bytes: int = MANY, **config: object):
     """The server of shard 0."""
     server = ExpertServer(bus, {0: store}, ServerConfig(**config), most_bytes)
     async with server.serving():
@@ -104,7 +107,7 @@ async def test_an_actors_experts_go_to_the_shard_and_not_through_the_bus(bus, st
         make_turn(2, tokens=TOKENS), routed_experts=experts(7).tobytes(),
         moe_layers=LAYERS, experts_per_token=PER_TOKEN,
     )  # fmt: skip
-    async with taking(bus, store.directory):
+    async with taking(bus, store):
         actor = an_actors(bus)
         await actor.publish(group)
         assert await actor.keep_turns(make_lease(2), [turn])
@@ -123,7 +126,7 @@ async def test_an_actors_experts_go_to_the_shard_and_not_through_the_bus(bus, st
 
 
 async def test_what_is_delivered_again_after_it_was_stored_is_dropped(bus, store):
-    async with taking(bus, store.directory):
+    async with taking(bus, store):
         light = await ExpertSender(bus).lightened(0, batch(0, 0))
     async with running(make_shard(bus, store, 0).run):
         await publish(bus, light)
@@ -136,10 +139,10 @@ async def test_what_is_delivered_again_after_it_was_stored_is_dropped(bus, store
 
 async def test_a_trajectory_whose_experts_are_gone_is_set_aside_by_name_and_its_lease_refunded(bus, store):
     """So is one whose file a power cut has torn, and one with experts of another length."""
-    async with taking(bus, store.directory):
+    async with taking(bus, store):
         sender = ExpertSender(bus)
         lights = [await sender.lightened(0, batch(lease_id, 0)) for lease_id in (0, 2, 4)]
-    gone, torn = (store.directory / DIRECTORY / one.apart.sha256.hex() for one in lights[:2])
+    gone, torn = (store.directory / DIRECTORY / one.apart.digest.hex() for one in lights[:2])
     gone.unlink()
     with torn.open("r+b") as file:
         file.truncate(100)
@@ -168,7 +171,7 @@ async def test_experts_that_the_shard_does_not_take_pass_the_bus(bus, store, why
         if why == "nobody_takes_them":  # as in older builds
             assert await sender.lightened(0, given) is given
         else:
-            async with taking(bus, store.directory, room, **config):
+            async with taking(bus, store, room, **config):
                 assert await sender.lightened(0, given) is given
                 assert await sender.lightened(0, given) is given, "it is not tried again at once"
     [line] = [line for line in said if line["event"] == "routed_experts_pass_the_bus"]
@@ -180,7 +183,7 @@ async def test_a_shards_process_that_begins_again_is_found_and_few_experts_stay_
     sender = ExpertSender(bus)
     urls = set()
     for sample in range(2):
-        async with taking(bus, store.directory):
+        async with taking(bus, store):
             assert (await sender.lightened(0, batch(0, sample))).apart is not None
             urls.add((await place(bus)).url)
             few = replace(make_trajectory(2, 0, tokens=9), routed_experts=bytes(8), moe_layers=1,
@@ -193,15 +196,15 @@ async def test_a_shards_process_that_begins_again_is_found_and_few_experts_stay_
 
 async def test_other_bytes_than_the_digest_says_and_other_names_are_not_taken(bus, store):
     name = f"0-{sha256_of([b'experts']).hex()}"
-    async with taking(bus, store.directory), aiohttp.ClientSession() as session:
+    async with taking(bus, store), aiohttp.ClientSession() as session:
         url = (await place(bus)).url
         for path, data, status in (
             (name, b"other", 422), ("0-..", b"x", 404), ("7" + name[1:], b"experts", 404),
             (name, b"experts", 201), (name, b"experts", 201),
         ):  # fmt: skip
-            async with session.put(f"{url}/{path}", data=data) as answer:
+            async with session.put(f"{url}{path}", data=data) as answer:
                 assert answer.status == status, path
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2].rstrip("/")))
         cut = f"0-{sha256_of([b'whole']).hex()}"
         writer.write(f"PUT /{cut} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nwho".encode())
         await writer.drain()
@@ -215,16 +218,22 @@ async def test_other_bytes_than_the_digest_says_and_other_names_are_not_taken(bu
 async def test_files_that_no_message_names_go_when_the_shard_has_taken_all(bus, store, monkeypatch):
     monkeypatch.setattr("storage.shard.routed_experts.LOOK_S", 0.02)
     monkeypatch.setattr(bus, "patience_s", 5.0)
-    async with taking(bus, store.directory):
+    async with taking(bus, store):
         sender = ExpertSender(bus)
         left, waiting = [await sender.lightened(0, batch(0, sample)) for sample in range(2)]
-    old = store.directory / DIRECTORY / left.apart.sha256.hex()
+    old = store.directory / DIRECTORY / left.apart.digest.hex()
     for path in files(store):
         os.utime(path, (time.time() - 60, time.time() - 60))
     await publish(bus, waiting)
-    tended = ExpertFiles(store.directory)
+    tended, looks, consumer_info = ExpertFiles(store.directory), [], bus.js.consumer_info
+
+    async def look(*names: str) -> object:
+        looks.append(names)
+        return await consumer_info(*names)
+
+    monkeypatch.setattr(bus.js, "consumer_info", look)
     async with running(lambda stop: tended.tend(bus, 0, stop)):
-        await asyncio.sleep(0.1)
+        await until(lambda: len(looks) > 1)
         assert len(files(store)) == 2, "a message waits, and may name them"
     async with running(make_shard(bus, store, 0).run):
         await until(lambda: store.trajectories == 1)
@@ -251,24 +260,60 @@ async def test_a_batch_ends_with_the_message_that_brings_it_to_its_bytes(bus, mo
     assert sizes == [1, 1, 1, 1]
 
 
-async def test_on_a_secured_bus_only_actors_send_experts(tmp_path, monkeypatch):
+async def read(bus: Bus, store: ReplayStore, lease_id: int) -> list[dict[str, object]]:
+    """Read a group as a learner on another host does; what was logged meanwhile."""
+    reader = ReplayReader(bus, "a", read="bus")
+    with capture_logs() as said:
+        [found] = await reader.fetch((GroupRef(lease_id=lease_id, shard=0),))
+    assert [encode(one) for one in found] == [encode(one) for one in store.read([lease_id])]
+    return said
+
+
+async def test_a_learner_elsewhere_gets_experts_from_the_shard_and_not_through_the_bus(bus, store):
+    store.append([batch(0, sample).trajectories[0] for sample in range(2)])
+    store.append([make_trajectory(2, sample) for sample in range(2)])
+    shard = make_shard(bus, store, 0)
+    async with running(shard.run):
+        await asyncio.wait_for(shard.serving.wait(), 20)
+        async with taking(bus, store) as server:
+            asked = ReadRequest(lease_ids=(0, 2), apart=True)
+            subject = bus.subject("rpc", "read", 0)
+            answers = await bus.request_many(subject, asked, TrajectoryBatch, timeout_s=20)
+            assert [one.apart_bytes for one in answers] == [2 * experts(0).nbytes, 0]
+            assert not [line for line in await read(bus, store, 0) if line["log_level"] == "warning"]
+            assert server._server.sent_bytes == 2 * experts(0).nbytes
+            await read(bus, store, 2)
+        said = await read(bus, store, 0)
+    assert [line["event"] for line in said] == ["routed_experts_pass_the_bus"], "nobody serves them any more"
+
+
+@pytest.mark.slow
+async def test_on_a_secured_bus_only_actors_send_experts_and_only_learners_fetch_them(tmp_path, monkeypatch):
     monkeypatch.setattr(expert_sender, "ANSWER_TIMEOUT_S", 0.5)
-    async with secured_bus(tmp_path, "mine") as (secure, _):
-        as_role = by_role(secure)
-        await make_streams(as_role)
-        async with as_role("storage") as storage, taking(storage, tmp_path):
-            async with as_role("actor") as actor:
-                light = await ExpertSender(actor).lightened(0, batch(0, 0))
-                assert light.apart is not None
-                found = await place(actor)
-                assert found.url.startswith("https://")
-            async with aiohttp.ClientSession() as session:
-                target = f"{found.url}/0-{'0' * 64}"
-                async with session.put(target, data=b"x", ssl=False) as answer:
-                    assert answer.status == 401
-            async with as_role("judge") as judge:
-                with pytest.raises(BusError):
-                    await judge.request(
-                        judge.subject("rpc", "experts", 0), ExpertsPlaceAsked(), ExpertsPlace, timeout_s=0.5
-                    )
-    assert len(list((tmp_path / DIRECTORY).iterdir())) == 1
+    async with AsyncExitStack() as stack:
+        secure, _ = await stack.enter_async_context(secured_bus(tmp_path, "mine"))
+        await make_streams(by_role(secure))
+        roles = ("storage", "actor", "judge", "learner")
+        storage, actor, judge, learner = [
+            await stack.enter_async_context(by_role(secure)(role)) for role in roles
+        ]
+        store = stack.enter_context(closing(ReplayStore.open(tmp_path / "replay")))
+        store.append([batch(0, sample).trajectories[0] for sample in range(2)])
+        await stack.enter_async_context(running(make_shard(storage, store, 0).run))
+        await stack.enter_async_context(taking(storage, store))
+        light = await ExpertSender(actor).lightened(0, batch(2, 0))
+        assert light.apart is not None
+        found = await place(actor)
+        assert found.url.startswith("https://")
+        async with aiohttp.ClientSession() as session:
+            async with session.put(f"{found.url}0-{'0' * 64}", data=b"x", ssl=False) as answer:
+                assert answer.status == 401
+            stored = f"{found.url}0-0-{2 * experts(0).nbytes}"
+            async with session.get(stored, **shown_access(found.access)) as answer:
+                assert answer.status == 404, "actors do not know how readers begin"
+        for stranger, what in ((judge, "experts"), (actor, "stored_experts"), (learner, "experts")):
+            subject = stranger.subject("rpc", what, 0)
+            with pytest.raises(BusError):
+                await stranger.request(subject, ExpertsPlaceAsked(), ExpertsPlace, timeout_s=0.5)
+        assert not [line for line in await read(learner, store, 0) if line["log_level"] == "warning"]
+    assert len(files(store)) == 1
