@@ -60,7 +60,7 @@ async def running(
             await task
 
 
-async def until(true: Callable[[], bool | Awaitable[bool]], *, seconds: float = 20) -> None:
+async def until(true: Callable[[], bool | Awaitable[bool]], *, seconds: float = 60) -> None:
     """Return as soon as `true` holds."""
     async with asyncio.timeout(seconds):
         while True:
@@ -189,7 +189,7 @@ class LearnerStandIn:
 
     async def batch(self, step: int) -> list[int]:
         """Ask until there is a batch; its leases."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 answer = await self.ask(step)
                 if isinstance(answer, BatchLease):
@@ -204,7 +204,7 @@ class LearnerStandIn:
 
     async def _say(self, what: str, message: Message, *expected: type[R]) -> R:
         """Storage may still be starting."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     return await self.bus.request(

@@ -276,7 +276,7 @@ async def test_a_rollout_that_waits_to_be_repeated_is_handed_back_when_its_actor
 
 
 async def test_a_prompt_that_kills_its_actors_is_quarantined_and_the_others_are_not(bus, engine, tmp_path):
-    await expect_redelivery_after(bus, 0.3, "rollout")
+    await expect_redelivery_after(bus, 1.0, "rollout")
     admission = AdmissionConfig(groups_per_step=2, samples_per_prompt=2, max_staleness=1, max_deliver=4)
     deaths = 0
     async with serving(bus, tmp_path, admission) as storage:
@@ -284,7 +284,7 @@ async def test_a_prompt_that_kills_its_actors_is_quarantined_and_the_others_are_
         await has(bus, "TASKS", 4)
         data = storage.data
         lethal = data.prompt(2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not data.quarantined or storage.ledger.rolling_out:
                 environment = Scripted(lethal=lethal.content)
                 stop = asyncio.Event()
@@ -293,7 +293,7 @@ async def test_a_prompt_that_kills_its_actors_is_quarantined_and_the_others_are_
                     lambda task=task: (
                         task.done() or bool(data.quarantined and not storage.ledger.rolling_out)
                     ),
-                    seconds=20,
+                    seconds=60,
                 )
                 stop.set()
                 await asyncio.wait([task])

@@ -44,7 +44,7 @@ async def expect_redelivery_after(bus: Bus, seconds: float) -> None:
 async def keeps(bus: Bus, count: int, stream: str = "TASKS") -> bool:
     """Tell whether the stream comes to have so many messages: it counts an ack a moment after it was sent."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await bus.js.stream_info(bus.topology.stream(stream))).state.messages != count:
                 pass
     except TimeoutError:
@@ -67,7 +67,7 @@ class Recorder:
 
 
 async def run(bus: Bus, handle: Recorder, inbox: Inbox | None = None, concurrency: int = 4) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         inbox = inbox or Inbox(bus, "TASKS", "rollout")
         await consume(inbox, bus, Lease, handle, stop=handle.stop, concurrency=concurrency)
 
@@ -116,7 +116,7 @@ async def test_crash_of_one_handler_cancels_its_siblings_whose_messages_return(b
         if returned == {0, 1, 2}:
             stop.set()
 
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         await consume(Inbox(bus, "TASKS", "rollout"), bus, Lease, note, stop=stop, concurrency=3)
 
 
@@ -144,7 +144,7 @@ async def test_no_more_handlers_run_at_once_than_asked_for(bus: Bus):
         if finished == 30:
             stop.set()
 
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         await consume(Inbox(bus, "TASKS", "rollout"), bus, Lease, handle, stop=stop, concurrency=3)
     assert most == 3
 
@@ -184,7 +184,7 @@ async def test_stop_finishes_what_has_begun_and_gives_the_rest_back_at_once(bus:
         await asyncio.sleep(0.05)
         finished.append(lease.lease_id)
 
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         await consume(Inbox(bus, "TASKS", "rollout"), bus, Lease, handle, stop=stop, concurrency=4)
     assert len(finished) == 4
     assert await keeps(bus, 6)
@@ -254,13 +254,13 @@ async def test_poison_as_large_as_the_server_takes_is_set_aside_in_part(bus: Bus
 @pytest.mark.nats
 async def test_long_work_is_not_given_to_another(bus: Bus, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(received_module, "ACK_WAIT_S", 0.3)
-    await expect_redelivery_after(bus, 1.0)
+    await expect_redelivery_after(bus, 2.0)
     await send_leases(bus, 1)
 
     class Slow(Recorder):
         async def __call__(self, lease: Lease) -> None:
             self.leases.append(lease.lease_id)
-            await asyncio.sleep(1.4)
+            await asyncio.sleep(2.4)
             self.stop.set()
 
     handler = Slow(until=1)
@@ -316,7 +316,7 @@ async def run_batches(
     bus: Bus, handle: Handler, stop: asyncio.Event, *, limit: int, linger_s: float = 0.0
 ) -> None:
     inbox = Inbox(bus, "TRAJECTORIES", "shard-0")
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         await consume_batches(inbox, bus, Trajectory, handle, stop=stop, limit=limit, linger_s=linger_s)
 
 
@@ -478,7 +478,7 @@ async def test_loop_survives_a_kill_of_the_server(server: NatsServer, bus: Bus):
         seen.add(lease.lease_id)
         first.set()
 
-    async with asyncio.timeout(15), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         inbox = Inbox(bus, "TASKS", "rollout")
         tasks.create_task(consume(inbox, bus, Lease, handle, stop=stop, concurrency=2))
         await send_leases(bus, 1)

@@ -99,7 +99,7 @@ async def send(bus: Bus, *parts: tuple[dict[str, str], bytes]) -> None:
 
 async def run(bus: Bus, recorder: Recorder, inbox: Inbox | None = None, *, batches: bool = False) -> None:
     inbox, stop = inbox or inbox_of(bus), recorder.stop
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         if batches:
             await consume_batches(inbox, bus, Routed, recorder.take, stop=stop, limit=7)
         else:
@@ -109,7 +109,7 @@ async def run(bus: Bus, recorder: Recorder, inbox: Inbox | None = None, *, batch
 async def left(bus: Bus, count: int, stream: str = "TRAJECTORIES") -> bool:
     """Tell whether the stream comes to hold so many messages."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await bus.js.stream_info(bus.topology.stream(stream))).state.messages != count:
                 pass
     except TimeoutError:
@@ -504,7 +504,7 @@ async def test_sets_survive_kills_of_the_server_between_their_parts(
         await publisher.publish(bus.subject("trajectories", 0), encode(message), message_id=message.name)
         stored.append(message.name)
 
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         # It runs until nothing is left: an acknowledgement that a kill took costs one more delivery.
         tasks.create_task(run(bus, recorder, batches=True))
         async with asyncio.TaskGroup() as publishing:
