@@ -240,7 +240,7 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
-        ask = session.chats.read(raw) if dialect is OPENAI_CHAT else dialect.parse(raw)
+        ask = dialect.go_on(raw, session.chats) if dialect.go_on is not None else dialect.parse(raw)
         return await self._answered(request, session, dialect, _attempt_of(request, raw), ask)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,7 @@ from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError, LatestUses, is_of_host
 from actors.episodes.task import FixedMessages
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
-from actors.gateway.dialects.openai_chat import KnownChats
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_responses import KeptResponses
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.gateway.posted_reward import PostedReward

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field, JsonValue
 
 from actors.episodes.task import JSON, Task
-from actors.gateway.dialects.base import Body, parsed
-from actors.gateway.dialects.refusal import invalid
+from actors.gateway.dialects.base import Body
+from actors.gateway.dialects.refusal import invalid, parsed
 from actors.gateway.task_offers import OwnTask
 from bus.errors import SchemaError
 

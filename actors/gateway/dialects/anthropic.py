@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -19,11 +20,11 @@ from actors.gateway.dialects.base import (
     arguments_of,
     content_of,
     data_event,
-    parsed,
     text_of,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.refusal import RefusedError, TooLongError
 from actors.policy.messages import Tool, ToolCall
 
@@ -156,15 +157,14 @@ class _Request(Body):
     stop_sequences: Annotated[list[str] | None, Field(max_length=MOST_STOPS)] = None
 
 
-def _parse(raw: bytes) -> Ask:
-    request = parsed(_Request, raw)
-    said, prefix = _without_prefill(request.messages)
+def _parse(raw: bytes, known: KnownChats | None = None) -> Ask:
+    request, meanings = (known or KnownChats()).read(raw, _Request, _meanings, has_numbers=True)
+    prefix = _prefill(request.messages[-1]) if len(meanings) > 1 else None
     choice = request.tool_choice.type if request.tool_choice is not None else "auto"
     messages: list[ChatMessage] = []
     if system := text_of(request.system):
         messages.append({"role": "system", "content": system})
-    for message in said:
-        messages.extend(_messages(message))
+    messages.extend(chain.from_iterable(meanings if prefix is None else meanings[:-1]))
     return Ask(
         model=request.model,
         messages=tuple(messages),
@@ -173,7 +173,7 @@ def _parse(raw: bytes) -> Ask:
         stream=bool(request.stream),
         sampling=wanted(request, request.max_tokens),
         stop=tuple(filter(None, request.stop_sequences or ())),
-        prefix=prefix,
+        prefix=prefix or "",
         must_call=_demanded(request.tool_choice),
         shows_reasoning=request.thinking is not None and request.thinking.type != "disabled",
     )
@@ -185,13 +185,9 @@ def _demanded(choice: _Choice | None) -> tuple[str, ...] | None:
     return (choice.name,) if choice.type == "tool" else ()
 
 
-def _without_prefill(messages: list[_Message]) -> tuple[list[_Message], str]:
-    """Return the messages, and the words by which the client has begun the answer."""
-    last = messages[-1]
-    if last.role != "assistant" or len(messages) == 1:
-        return messages, ""
-    text = last.content if isinstance(last.content, str) else text_of(last.content)
-    return messages[:-1], text
+def _prefill(last: _Message) -> str | None:
+    """Return the words by which the client has begun the answer; None where the last message is none."""
+    return text_of(last.content) if last.role == "assistant" else None
 
 
 def _declared(tool: _Tool) -> Tool | None:
@@ -204,6 +200,10 @@ def _declared(tool: _Tool) -> Tool | None:
     if described is not None:
         function["description"] = described
     return {"type": "function", "function": function}
+
+
+def _meanings(request: _Request) -> list[tuple[ChatMessage, ...]]:
+    return [tuple(_messages(given)) for given in request.messages]
 
 
 def _messages(given: _Message) -> Iterator[ChatMessage]:
@@ -329,4 +329,4 @@ def _error_event(refusal: RefusedError) -> bytes:
 
 
 PING = data_event({"type": "ping"}, "ping")
-ANTHROPIC = Dialect(_parse, _body, _events, _error, _error_event, keep_alive=PING)
+ANTHROPIC = Dialect(_parse, _body, _events, _error, _error_event, keep_alive=PING, go_on=_parse)

@@ -3,16 +3,15 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from actors.episodes.task import JSON
 from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.policy.messages import ToolCall, ToolCallError
 
-B = TypeVar("B", bound="Body")
 MOST_STOPS = 16
 """Stop texts of a request: each is looked for in every answer."""
 MOST_CHOICES = 16
@@ -38,6 +37,8 @@ class Dialect:
     """What a stream carries while nothing is known."""
     told_in_streams: frozenset[str] = frozenset()
     """Codes of refusals that a client which asked for a stream reads there, and not with a status."""
+    go_on: Callable[[bytes, KnownChats], Ask] | None = None
+    """Read a request as `parse` does, without what is known of its chat; None where nothing is kept."""
 
 
 class Body(BaseModel):
@@ -56,16 +57,6 @@ class Part(Body):
     def image(self) -> str | None:
         """Return the address of the image that the part shows, most often a data URI; None for others."""
         return None
-
-
-def parsed(kind: type[B], raw: bytes) -> B:
-    """Read a body of JSON. Raises `RefusedError`, which names the field that is wrong."""
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise invalid(f"{where}: {first['msg']}" if where else first["msg"]) from error
 
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")

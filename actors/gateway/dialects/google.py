@@ -19,12 +19,11 @@ from actors.gateway.dialects.base import (
     arguments_of,
     content_of,
     data_event,
-    parsed,
     unmet,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.refusal import RefusedError, TooLongError
+from actors.gateway.dialects.refusal import RefusedError, TooLongError, parsed
 from actors.policy.messages import Tool, ToolCall
 
 FINISH = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}

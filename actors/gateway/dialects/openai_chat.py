@@ -1,13 +1,10 @@
 """OpenAI's chat completions."""
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import itemgetter
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
-from pydantic_core import from_json
 
 from actors.episodes.task import JSON, ChatMessage
 from actors.gateway.dialects.base import (
@@ -19,16 +16,13 @@ from actors.gateway.dialects.base import (
     Shown,
     content_of,
     data_event,
-    parsed,
     unmet,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.refusal import RefusedError
 from actors.policy.messages import Tool, ToolCall
-
-MOST_KNOWN = 4
-"""Chats of a session that are kept: its agents may ask in turns."""
 
 
 class _Function(Body):
@@ -100,54 +94,13 @@ class _Request(Body):
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownChat:
-    """The messages of a request, as they came and as they were read."""
-
-    given: tuple[JsonValue, ...] = ()
-    messages: tuple[ChatMessage, ...] = ()
-
-    def repeated_by(self, given: list[JsonValue]) -> int:
-        """Return how many of the first messages are these. What is read of them is text, which is equal where
-        they are; 1 and True, which are equal in Python, are no text."""
-        pairs = enumerate(zip(self.given, given, strict=False))
-        return next((number for number, (a, b) in pairs if a != b), min(len(self.given), len(given)))
-
-
-class KnownChats:
-    """The chats of a session's latest requests. A request repeats all messages of its chat: only those that
-    are new are read."""
-
-    def __init__(self) -> None:
-        self._chats: deque[_KnownChat] = deque(maxlen=MOST_KNOWN)
-
-    def read(self, raw: bytes) -> Ask:
-        """Return a request. Raises `RefusedError`."""
-        try:
-            body = from_json(raw, allow_inf_nan=False)
-            given = body["messages"]
-            repeated = ((chat.repeated_by(given), chat) for chat in self._chats)
-            count, known = max(repeated, key=itemgetter(0), default=(0, _KnownChat()))
-            count = min(count, len(given) - 1)
-            request = _Request.model_validate({**body, "messages": given[count:]})
-        except (KeyError, TypeError, ValueError):
-            return _parse(raw)  # it names what is wrong by its place in the whole
-        messages = (*known.messages[:count], *map(_message, request.messages))
-        self._chats.append(_KnownChat((*known.given[:count], *given[count:]), messages))
-        return _asked(request, messages)
-
-
-def _parse(raw: bytes) -> Ask:
-    request = parsed(_Request, raw)
-    return _asked(request, tuple(map(_message, request.messages)))
-
-
-def _asked(request: _Request, messages: tuple[ChatMessage, ...]) -> Ask:
+def _parse(raw: bytes, known: KnownChats | None = None) -> Ask:
+    request, meanings = (known or KnownChats()).read(raw, _Request, _meanings)
     tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return Ask(
         model=request.model,
-        messages=messages,
+        messages=tuple(chain.from_iterable(meanings)),
         tools=tools,
         stream=bool(request.stream),
         sampling=wanted(request, request.max_completion_tokens or request.max_tokens),
@@ -174,6 +127,10 @@ def demanded(choice: JsonValue) -> tuple[str, ...] | None:
 
 def declared(tool: _Tool) -> Tool:
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
+
+
+def _meanings(request: _Request) -> list[tuple[ChatMessage, ...]]:
+    return [(_message(given),) for given in request.messages]
 
 
 def _message(given: _Message) -> ChatMessage:
@@ -273,4 +230,6 @@ def _error_event(refusal: RefusedError) -> bytes:
     return data_event(error(refusal))
 
 
-OPENAI_CHAT = Dialect(_parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n")
+OPENAI_CHAT = Dialect(
+    _parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n", go_on=_parse
+)

@@ -18,14 +18,13 @@ from actors.gateway.dialects.base import (
     Shown,
     content_of,
     data_event,
-    parsed,
     text_of,
     unmet,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Origin, Reply
 from actors.gateway.dialects.openai_chat import demanded, error
-from actors.gateway.dialects.refusal import RefusedError, invalid
+from actors.gateway.dialects.refusal import RefusedError, invalid, parsed
 from actors.policy.messages import Tool, ToolCall, ToolCallError
 
 PLAIN = ("", "functions")

@@ -1,6 +1,12 @@
 """Requests that the gateway answers with an error; each API has a shape of its own for it."""
 
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
 from bus.errors import SluiceError
+
+B = TypeVar("B", bound=BaseModel)
 
 
 class RefusedError(SluiceError):
@@ -32,3 +38,13 @@ class TooLongError(RefusedError):
 def invalid(reason: str) -> RefusedError:
     """Return the refusal of a request that can never be served."""
     return RefusedError(400, "invalid_request", reason)
+
+
+def parsed(kind: type[B], raw: bytes) -> B:
+    """Read a body of JSON. Raises `RefusedError`, which names the field that is wrong."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise invalid(f"{where}: {first['msg']}" if where else first["msg"]) from error

@@ -5,8 +5,10 @@ from copy import deepcopy
 
 import pytest
 
-from actors.gateway.dialects import openai_chat
-from actors.gateway.dialects.openai_chat import OPENAI_CHAT, KnownChats
+from actors.gateway.dialects import anthropic, openai_chat
+from actors.gateway.dialects.anthropic import ANTHROPIC
+from actors.gateway.dialects.known_chats import KnownChats
+from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.refusal import RefusedError
 
 TURNS = 30
@@ -25,28 +27,66 @@ def chat(turns: int, question: str = "one and one") -> list[dict[str, object]]:
     return said
 
 
-def test_every_message_of_a_growing_chat_is_read_once(monkeypatch):
-    read, given = [], openai_chat._message
-    monkeypatch.setattr(openai_chat, "_message", lambda one: read.append(one) or given(one))
-    known, whole = KnownChats(), chat(TURNS)
+def blocks(turns: int, question: str = "one and one") -> list[dict[str, object]]:
+    said: list[dict[str, object]] = [{"role": "user", "content": question}]
+    for turn in range(turns):
+        call = {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": str(turn)}
+        said.append({"role": "assistant", "content": [call]})
+        said.append({"role": "user", "content": [result]})
+    return said
+
+
+@pytest.mark.parametrize(
+    ("dialect", "module", "name"),
+    [(OPENAI_CHAT, openai_chat, "_message"), (ANTHROPIC, anthropic, "_messages")],
+    ids=["openai", "anthropic"],
+)
+def test_every_message_of_a_growing_chat_is_read_once(monkeypatch, dialect, module, name):
+    read, given = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda one: read.append(one) or given(one))
+    known, says = KnownChats(), chat if dialect is OPENAI_CHAT else blocks
     for turn in range(TURNS + 1):
         for question in ("one and one", "a title"):  # two agents of a session, in turns
-            known.read(body(*chat(turn, question)))
-    assert len(read) == 2 * len(whole)
+            dialect.go_on(body(*says(turn, question)), known)
+    assert len(read) == 2 * len(says(TURNS))
+
+
+def test_requests_of_anthropic_that_repeat_a_chat_mean_what_they_mean_alone():
+    known, said = KnownChats(), blocks(3)
+    begun = [*said, {"role": "assistant", "content": "It is"}]
+    for messages in (said, begun, [*begun[:-1], {"role": "assistant", "content": "It is 2"}, said[0]]):
+        for system in ("be brief", "be terse"):
+            asked = body(*messages, system=system)
+            assert ANTHROPIC.go_on(asked, known) == ANTHROPIC.parse(asked)
+    assert ANTHROPIC.go_on(body(*begun), known).prefix == "It is"
+    for number in (1, 1.0, True):  # they are equal, and templates write them in other ways
+        other = deepcopy(said)
+        other[1]["content"][0]["input"]["a"] = number
+        written = [message["tool_calls"] for message in ANTHROPIC.parse(body(*other)).messages[1:2]]
+        read = [message["tool_calls"] for message in ANTHROPIC.go_on(body(*other), known).messages[1:2]]
+        assert read == written
+
+
+def test_a_chat_of_one_api_is_not_known_to_another():
+    known, message = KnownChats(), {"role": "assistant", "content": "two", "tool_calls": [CALL]}
+    said = body({"role": "user", "content": "one and one"}, message, {"role": "user", "content": "go on"})
+    assert OPENAI_CHAT.go_on(said, known) == OPENAI_CHAT.parse(said)
+    assert ANTHROPIC.go_on(said, known) == ANTHROPIC.parse(said) != OPENAI_CHAT.parse(said)
 
 
 def test_requests_that_repeat_a_chat_mean_what_they_mean_alone():
     known, said = KnownChats(), chat(6)
     for cut in (1, 5, 13):
-        assert known.read(body(*said[:cut], n=2)) == OPENAI_CHAT.parse(body(*said[:cut], n=2))
+        assert OPENAI_CHAT.go_on(body(*said[:cut], n=2), known) == OPENAI_CHAT.parse(body(*said[:cut], n=2))
     changes = {"content": "else", "role": "user", "reasoning_content": "so", "tool_calls": [], "name": "x"}
     for number in range(len(said)):
         for key, value in changes.items():
             other = deepcopy(said)
             other[number][key] = value
-            assert known.read(body(*other)) == OPENAI_CHAT.parse(body(*other)), (number, key)
+            assert OPENAI_CHAT.go_on(body(*other), known) == OPENAI_CHAT.parse(body(*other)), (number, key)
     for requested in (body(*said), body(*said), body(*said[:3]), body(said[0]), body(*said, *chat(3))):
-        assert known.read(requested) == OPENAI_CHAT.parse(requested)
+        assert OPENAI_CHAT.go_on(requested, known) == OPENAI_CHAT.parse(requested)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +99,13 @@ def test_requests_that_repeat_a_chat_mean_what_they_mean_alone():
 )
 def test_what_is_wrong_is_named_by_its_place_in_the_whole_chat_and_is_not_kept(wrong, says):
     known, said = KnownChats(), chat(1)
-    known.read(body(*said))
+    OPENAI_CHAT.go_on(body(*said), known)
     for _ in range(2):
         with pytest.raises(RefusedError, match=says):
-            known.read(body(*said, wrong))
+            OPENAI_CHAT.go_on(body(*said, wrong), known)
     for raw in (b"[]", b"no JSON", b'{"messages": 1}', b'{"messages": []}', b"{}", b'{"messages": {"a": 1}}'):
         with pytest.raises(RefusedError) as expected:
             OPENAI_CHAT.parse(raw)
         with pytest.raises(RefusedError) as refused:
-            known.read(raw)
+            OPENAI_CHAT.go_on(raw, known)
         assert str(refused.value) == str(expected.value)
