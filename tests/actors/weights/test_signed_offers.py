@@ -149,6 +149,19 @@ async def test_an_offer_of_another_role_or_for_another_request_is_refused_by_nam
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hashed", [True, False])
+async def test_what_is_offered_has_digests_unless_they_are_turned_off(as_role, hashed):
+    weights = Weights.of(0, host_tensors(state(0)))
+    async with as_role("learner") as learner, as_role("actor") as actor:
+        broadcaster = Broadcaster(learner, lambda: weights, incarnation="one", timeout_s=60.0, hashed=hashed)
+        await broadcaster.start()
+        published = published_on(actor, 0)
+        [bucket] = await published.offered("", ranks=1, device="cpu", timeout_s=60.0)
+        await broadcaster.close()
+    assert len(bucket.digests) == (2 if hashed else 0)
+
+
+@pytest.mark.slow
 def test_all_ranks_of_a_server_refuse_what_one_of_them_does_not_get_as_offered(tmp_path):
     digests = json.dumps({"w": sluice_digests._sha256(torch.ones(3))})
     directory = str(Path(sluice_digests.__file__).parent)

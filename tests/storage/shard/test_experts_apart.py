@@ -212,7 +212,7 @@ async def test_other_bytes_than_the_digest_says_and_other_names_are_not_taken(bu
         writer.close()  # the actor ends
         await until(lambda: len(files(store)) == 1)
         assert await reader.read() == b""
-    assert [path.name for path in files(store)] == [name[2:]]
+    assert [(path.name, path.read_bytes()) for path in files(store)] == [(name[2:], b"experts")]
 
 
 async def test_files_that_no_message_names_go_when_the_shard_has_taken_all(bus, store, monkeypatch):
