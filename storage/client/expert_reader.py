@@ -11,11 +11,13 @@ from bus.connection import Bus
 from bus.errors import BusError, DamagedError
 from bus.trajectory import TrajectoryBatch
 from bus.weight_requests import ExpertsPlace, ExpertsPlaceAsked
-from storage.weights.blob_http import TIMEOUT, fetch_range, shown_access
+from storage.weights.blob_http import fetch_range, shown_access
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
-AVOIDED_S = 60.0
+TIMEOUT = aiohttp.ClientTimeout(total=None, connect=3, sock_read=30)
+"""A server behind a firewall is known soon: the bus has all that it has."""
+AVOIDED_S = 600.0
 """Seconds for which all is read over the bus after a shard's server could not be reached."""
 
 

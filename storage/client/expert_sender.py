@@ -19,7 +19,7 @@ log = structlog.get_logger()
 AT_ONCE = 4
 """Messages whose routed experts are sent at a time."""
 ANSWER_TIMEOUT_S = 2.0
-AVOIDED_S = 10.0
+AVOIDED_S = 60.0
 """Seconds for which a shard's server is left alone after it could not be reached."""
 LOG_PERIOD_S = 60.0
 SLOWEST_BYTES_PER_S = 2 << 20
