@@ -475,11 +475,11 @@ async def test_the_sender_ends_with_its_learner(learner):
 async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch, are_gone):
     published, later = learner.announce(0), Weights.of(1, host_tensors(state(1)))
 
-    def replacing(weights, *how):
+    def replacing(weights, *how, **kinds):
         learner.weights = later  # and from now on the tensors of `weights` may be written into
         if are_gone and weights is not later:
             raise BusError("version 0 is not on rank 1 any more")
-        return copy(weights, *how)
+        return copy(weights, *how, **kinds)
 
     copy = Broadcaster._newest_copy.__globals__["SharedCopy"]
     monkeypatch.setattr("learner.publication.broadcast.SharedCopy", replacing)
