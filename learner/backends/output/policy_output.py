@@ -43,7 +43,10 @@ def exact_output(  # noqa: PLR0913 - those of all ways to compute it
     """Return what `policy_output` does (policy_output.py).
 
     Args:
+        hidden: [N, H], inputs of the output layer.
         project: the output layer as the engine computes it, [c, H] to the logits [c, V].
+        labels: int64 [N].
+        temperatures: float32 [N], which divide the logits.
         token_loss: the loss, where it is a sum over tokens.
         chosen: tokens of a teacher for each row; their log-probs are the ordinary ones.
         values: how the engine computes log-probs; exact arithmetic where it is left out."""

@@ -138,7 +138,7 @@ def attend_to_gathered(
 
     Args:
         query: [T, heads, d] of this rank.
-        key: [all T, groups, d], as `gathered` lays them end to end.
+        key: [all T, groups, d], as `gathered` lays them end to end; value likewise.
         layout: made by `context_layout` for the same micro-batch.
         window: number of tokens that a query sees, its own the last of them; None is all before it.
         sinks: [heads], logits (learner/backends/megatron/model/attention/sink_attention.py).

@@ -106,6 +106,7 @@ def differentiate(  # noqa: PLR0913 - those of torch's kernels
 
     Args:
         grad: [q, heads, d], gradient of the output over all sets.
+        query: [q, heads, d]; key and value: [k, groups, d].
         output: [q, heads, d], over all sets.
         log_total: [q, heads], over all sets.
         sets: those to differentiate through.
