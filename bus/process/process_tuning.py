@@ -87,6 +87,15 @@ def _older_ones_are_left() -> Iterator[None]:
             gc.unfreeze()
 
 
+def collect_older() -> None:
+    """Collect garbage among all objects, also those that are left out until a context of this module is left:
+    large memory may lie in a cycle."""
+    gc.unfreeze()
+    gc.collect()
+    if _thresholds:
+        gc.freeze()
+
+
 def _keep_memory() -> None:
     """Keep freed memory, which the system would otherwise clear for each message: a sixth of storing time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

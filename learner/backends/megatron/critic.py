@@ -15,7 +15,11 @@ from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import DistributedDataParallel
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.value_model import HEAD, ValueModel
-from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
+from learner.backends.megatron.optimizer.optimizer import (
+    build_optimizer,
+    configure_optimizer,
+    give_up_optimizer,
+)
 from learner.backends.megatron.update_step import (
     accumulate_gradients,
     forward_logprobs,
@@ -71,8 +75,8 @@ class MegatronCritic:
     def _set_optimizer(self, config: CriticConfig) -> None:
         self._config = config
         self.settle_parameters()
-        last = getattr(self, "optimizer", None)
-        self.optimizer = build_optimizer(config.optimizer, self.ddp, self.hf_config, self.dtype, last=last)
+        give_up_optimizer(self)
+        self.optimizer = build_optimizer(config.optimizer, self.ddp, self.hf_config, self.dtype)
         self.updates_done = 0
         """Updates by this optimizer, which the schedule counts."""
         self.not_finite_in_a_row = 0

@@ -45,7 +45,11 @@ from learner.backends.megatron.model.model import (
     shared_experts_unwarned,
     transformer_config,
 )
-from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
+from learner.backends.megatron.optimizer.optimizer import (
+    build_optimizer,
+    configure_optimizer,
+    give_up_optimizer,
+)
 from learner.backends.megatron.update_step import update_if_finite
 from learner.backends.megatron.weights.frozen_weights import refuse_idle_ranks
 from learner.backends.megatron.weights.rank_weights import global_name, load_hf_weights
@@ -213,8 +217,8 @@ class TrainedHead:
         """Start over with a fresh AdamW of these settings, whatever trains the policy's matrices."""
         own = {"matrices": "adamw", "offload": 0.0, "offload_directory": None}
         config = config.model_copy(update=own)
-        last = getattr(self, "optimizer", None)
-        self.optimizer = build_optimizer(config, self.ddp, self._hf_config, self._dtype, last=last)
+        give_up_optimizer(self)
+        self.optimizer = build_optimizer(config, self.ddp, self._hf_config, self._dtype)
 
     def begin(self) -> None:
         """Begin an update: forget the gradients of the last, and take over the embedding as it is now. Every

@@ -34,7 +34,11 @@ from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
 from learner.backends.megatron.model.value_model import ScoreModel
 from learner.backends.megatron.next_token_head import TrainedHead, head_rules, with_following_tokens
-from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
+from learner.backends.megatron.optimizer.optimizer import (
+    build_optimizer,
+    configure_optimizer,
+    give_up_optimizer,
+)
 from learner.backends.megatron.optimizer.shards import lent_weights
 from learner.backends.megatron.quantised import multiply_in_fp8, rounded_weights
 from learner.backends.megatron.sharding import share_of_rank
@@ -148,8 +152,8 @@ class Trainer:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         self.optimizer_config = config
         self.settle_parameters()
-        last = getattr(self, "optimizer", None)
-        self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype, last=last)
+        give_up_optimizer(self)
+        self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype)
         if self.head is not None:
             self.head.set_optimizer(config)
         self.counts.begin()

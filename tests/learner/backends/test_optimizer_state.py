@@ -1,8 +1,12 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bus.process.process_tuning import few_collections
 from learner.backends.megatron.optimizer.optimizer import _prime
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
@@ -119,3 +123,15 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype):
 def test_moments_that_rounding_would_hold_still_are_refused():
     with pytest.raises(ValidationError, match=r"needs beta2 <= 0\.99 \(it is 0\.999\)"):
         OptimizerConfig(beta2=0.999, state_dtype="bfloat16")
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_an_optimizer_is_freed_before_the_next_though_garbage_is_left_alone():
+    trainer = trainer_of()
+    with few_collections():
+        held = [weakref.ref(tensor) for tensor in moments(trainer)]
+        held += [weakref.ref(part.optimizer) for part in trainer.optimizer.chained_optimizers]
+        trainer.set_optimizer(OPTIMIZER)
+        assert {one() for one in held} == {None}
+        assert gc.get_freeze_count() > 0
+    train(trainer, range(2))

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
+from bus.process.process_tuning import collect_older
 from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -40,15 +41,12 @@ from learner.distributed.process_group import device, gathered
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], hf_config: PretrainedConfig,
-    dtype: torch.dtype, *, last: MegatronOptimizer | None = None,
+    dtype: torch.dtype,
 ) -> MegatronOptimizer:  # fmt: skip
     """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are.
 
-    They are a model of `hf_config`, or a critic beside one. What the `last` optimizer of these has on the
-    host is given back first. Raises `ConfigError` for an optimizer that could not be resumed. Every rank
-    calls this."""
-    if last is not None:
-        _give_up_state(last)
+    They are a model of `hf_config`, or a critic beside one. Raises `ConfigError` for an optimizer that could
+    not be resumed. Every rank calls this."""
     if not chunks[0].ddp_config.use_distributed_optimizer:
         _refuse_experts_of_some_ranks(chunks)
     optimizer = get_megatron_optimizer(
@@ -138,10 +136,18 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
             values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
 
 
-def _give_up_state(optimizer: MegatronOptimizer) -> None:
-    for part in optimizer.chained_optimizers:
+def give_up_optimizer(trained: object) -> None:
+    """Free the memory of the attribute `optimizer` of what is trained, before there is another one.
+
+    Megatron-core's optimizers refer to themselves, so that they would stay until a collection."""
+    last: MegatronOptimizer | None = trained.__dict__.pop("optimizer", None)
+    if last is None:
+        return
+    for part in last.chained_optimizers:
         if isinstance(part.optimizer, OffloadedAdamW):
             part.optimizer.give_up()
+    del last, part
+    collect_older()
 
 
 def _refuse_experts_of_some_ranks(chunks: Sequence[DistributedDataParallel]) -> None:
