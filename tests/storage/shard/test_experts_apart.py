@@ -301,6 +301,7 @@ async def test_on_a_secured_bus_only_actors_send_experts_and_only_learners_fetch
         store.append([batch(0, sample).trajectories[0] for sample in range(2)])
         await stack.enter_async_context(running(make_shard(storage, store, 0).run))
         await stack.enter_async_context(taking(storage, store))
+        await storage.client.flush()  # the server knows who serves before others ask
         light = await ExpertSender(actor).lightened(0, batch(2, 0))
         assert light.apart is not None
         found = await place(actor)
