@@ -30,6 +30,8 @@ gc.unfreeze = lambda: (
     None
 )  # what is imported stays frozen when a service that a test ran in this process ends
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
+# CUDA that is asked for GPUs can no longer be used in forked workers; NVIDIA's management library can.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("GOMAXPROCS", "1")  # nats-server's threads too
 os.environ.setdefault("GOGC", "1000")  # and it would look for garbage in its few MB all the time
 IN_MEMORY = Path("/dev/shm")

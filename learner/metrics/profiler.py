@@ -49,7 +49,8 @@ class Profiler:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
-        self._profile = profile(activities=activities)
+        # torch 2.11 warns of events that it would clear after further cycles, which there are none of
+        self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
         self._begun_s = time.monotonic()
 

@@ -94,9 +94,9 @@ def _context(config: RunConfig, model: str) -> int:
 def make(config: RunConfig, model: str, *, prompt_tokens: int) -> None:
     """Write, beside the run, what the user did not name: prompts of so many characters, the model."""
     draw = random.Random(0)
+    make_directory(config.directory)
     if config.data.prompts == config.directory / PROMPTS_FILE:
         texts = ("".join(draw.choices(LETTERS, k=prompt_tokens)) for _ in range(PROMPTS))
-        make_directory(config.data.prompts.parent)
         lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
         write_file(config.data.prompts, "".join(lines).encode())
     if config.model.path == config.directory / MODEL_DIRECTORY:

@@ -267,13 +267,18 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path, lay
 
 
 def test_only_what_the_user_did_not_name_is_made(tmp_path):
-    directory, own = tmp_path / "run", tmp_path / "mine.jsonl"
+    directory, own, model = tmp_path / "run", tmp_path / "mine.jsonl", tmp_path / "model"
     own.write_text("mine")
     below = defaults("tiny", directory, devices={})
     config = settings({"data": {"prompts": own}}, below, "tiny", prompt_tokens=4096 - 192 - 2)
     make(config, "tiny", prompt_tokens=16)
     assert own.read_text() == "mine"
     assert [path.name for path in directory.iterdir()] == ["model"]
+    (directory / "model").rename(model)
+    directory.rmdir()
+    config = settings({"data": {"prompts": own}, "model": {"path": model}}, below, "tiny", prompt_tokens=16)
+    make(config, "tiny", prompt_tokens=16)
+    assert list(directory.iterdir()) == [], "it is there for the run's configuration"
 
 
 @pytest.mark.parametrize(("created_s", "age_s"), [(997.0, 3.0), (1100.0, 0.0), (-1e9, 60.0)])

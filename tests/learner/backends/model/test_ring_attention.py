@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,7 +122,7 @@ def test_over_nccl_the_ring_is_as_exact_as_gathered_keys_and_trains_alike():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [sys.executable, *launcher, ring_worker.__file__],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=500,
