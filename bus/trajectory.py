@@ -381,8 +381,8 @@ class ExpertsApart(Message, tag="experts_apart"):
     a learner fetches them from there."""
 
     digest: bytes
-    """Digest of all of them, one after the other: SHA-256 as an actor sends them, xxh3-128 as a learner
-    fetches them."""
+    """Digest of all of them, one after the other: xxh3-128 as a learner fetches them, SHA-256 as an actor
+    sends them, behind which it puts bytes that are no other message's."""
     sizes: tuple[int, ...]
     """Bytes of each trajectory of the message, and then of each turn."""
     moe_layers: int

@@ -64,7 +64,7 @@ class ExpertFiles:
             data = (self._directory / apart.digest.hex()).read_bytes()
         except FileNotFoundError:
             return None
-        return data if sha256_of([data]) == apart.digest else None
+        return data[: sum(apart.sizes)] if sha256_of([data]) == apart.digest else None
 
     def remove(self, apart: ExpertsApart) -> None:
         """Remove what is stored now."""
@@ -178,6 +178,9 @@ class ExpertServer:
         self._most_bytes = most_bytes
         self._readers = secrets.token_urlsafe(32)
         """Beginning of what readers ask for, which actors are not told: they have no right to read."""
+        self._writers = secrets.token_urlsafe(32)
+        """Beginning of what actors put, so that none puts it to another run's server at an earlier port of
+        this one."""
         self._server = BlobServer(self._find, config, setting="replay.server.port", take=self._take)
         self._starting = asyncio.Lock()
         self._url = ""
@@ -205,7 +208,7 @@ class ExpertServer:
                 except ConfigError as error:
                     log.warning("routed_experts_not_taken", reason=str(error))
                     raise BusError(str(error)) from error
-        return [ExpertsPlace(url=f"{self._url}/", access=self._server.access)]
+        return [ExpertsPlace(url=f"{self._url}/{self._writers}-", access=self._server.access)]
 
     async def _stored_place(self, asked: ExpertsPlaceAsked) -> list[Message]:
         await self._place(asked)
@@ -218,11 +221,13 @@ class ExpertServer:
         return StoredExperts(store, int(asked[2]), int(asked[3])) if asked and store else None
 
     async def _take(self, request: web.Request) -> None:
-        """Write what is put as `<shard>-<SHA-256>`. What is here already is not written again."""
-        shard, _, sha256 = request.match_info["name"].partition("-")
-        size_bytes, files = request.content_length, self._files.get(shard)
-        if files is None or re.fullmatch("[0-9a-f]{64}", sha256) is None:
+        """Write what is put as `<writers>-<shard>-<SHA-256>`. What is here already is not written again."""
+        name = rf"{re.escape(self._writers)}-(\d+)-([0-9a-f]{{64}})"
+        put = re.fullmatch(name, request.match_info["name"])
+        if put is None or put[1] not in self._files:
             raise web.HTTPNotFound
+        shard, sha256 = put.groups()
+        size_bytes, files = request.content_length, self._files[shard]
         if size_bytes is None:
             raise web.HTTPLengthRequired
         if await asyncio.to_thread(files.holds, sha256):

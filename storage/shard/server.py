@@ -147,7 +147,8 @@ class Shard:
 
     async def _with_experts(self, batch: TrajectoryBatch) -> TrajectoryBatch:
         """Return the message with the routed experts that its actor sent here before it. Of one that was
-        stored already nothing is left to store. Raises `SchemaError` where they are gone."""
+        stored already nothing is left to store, and turns are sampled again. Raises `SchemaError` where they
+        are gone."""
         if batch.apart is None:
             return batch
         data, first = await asyncio.to_thread(self._experts.read, batch.apart), batch.sampled[0]
@@ -156,8 +157,8 @@ class Shard:
                 return await asyncio.to_thread(batch.with_experts, data)
             except SchemaError as error:
                 raise SchemaError(str(error), kind="experts", actor=first.actor) from error
-        if batch.trajectories and not self.store.lacks(batch.trajectories):
-            return replace(batch, trajectories=(), apart=None)
+        if not self.store.lacks(batch.trajectories):
+            return replace(batch, trajectories=(), turns=(), apart=None)
         raise SchemaError(
             f"lease {first.lease_id}: {batch.apart_bytes} bytes of routed experts are not in "
             f"{self.store.directory}, whose actor sends them before the message: was the directory replaced?",

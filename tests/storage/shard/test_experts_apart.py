@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -47,12 +48,19 @@ def experts(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 128, shape, np.uint8)
 
 
-def batch(lease_id: int, sample: int) -> TrajectoryBatch:
+def batch(lease_id: int, sample: int, seed: int | None = None) -> TrajectoryBatch:
     """A sample's message, as an actor makes it."""
     routed = {"moe_layers": LAYERS, "experts_per_token": PER_TOKEN}
     plain = make_trajectory(lease_id, sample, tokens=TOKENS)
-    one = replace(plain, routed_experts=experts(lease_id + sample).tobytes(), **routed)
+    one = replace(
+        plain, routed_experts=experts(lease_id + sample if seed is None else seed).tobytes(), **routed
+    )
     return TrajectoryBatch.of([one])
+
+
+def turn_with_experts(lease_id: int) -> KeptTurn:
+    routed = {"moe_layers": LAYERS, "experts_per_token": PER_TOKEN}
+    return replace(make_turn(lease_id, tokens=TOKENS), routed_experts=experts(7).tobytes(), **routed)
 
 
 @pytest.fixture
@@ -103,10 +111,7 @@ async def test_an_actors_experts_go_to_the_shard_and_not_through_the_bus(bus, st
             turns=(Turn(2, TOKENS, "stop"),), end="completed", reward=1.0, routed_experts=t.experts,
         )  # fmt: skip
         group.episodes[sample] = Episode((part,))
-    turn = replace(
-        make_turn(2, tokens=TOKENS), routed_experts=experts(7).tobytes(),
-        moe_layers=LAYERS, experts_per_token=PER_TOKEN,
-    )  # fmt: skip
+    turn = turn_with_experts(2)
     async with taking(bus, store):
         actor = an_actors(bus)
         await actor.publish(group)
@@ -126,15 +131,47 @@ async def test_an_actors_experts_go_to_the_shard_and_not_through_the_bus(bus, st
 
 
 async def test_what_is_delivered_again_after_it_was_stored_is_dropped(bus, store):
+    turns = TrajectoryBatch(trajectories=(), turns=(turn_with_experts(2),))
     async with taking(bus, store):
-        light = await ExpertSender(bus).lightened(0, batch(0, 0))
+        lights = [await ExpertSender(bus).lightened(0, one) for one in (batch(0, 0), turns)]
     async with running(make_shard(bus, store, 0).run):
-        await publish(bus, light)
-        await until(lambda: store.trajectories == 1)
-        await publish(bus, light)
+        for light in lights:
+            await publish(bus, light)
+        await until(lambda: store.trajectories == 1 and store.turns.number_of(2) == 1)
+        for light in lights:
+            await publish(bus, light)
         await has(bus, "TRAJECTORIES", 0)
-    assert store.trajectories == 1
+    assert (store.trajectories, store.turns.counts["stored"]) == (1, 1)
     await has(bus, "DEAD", 0)
+
+
+async def test_two_messages_with_equal_experts_are_stored_one_after_the_other(bus, store):
+    """Short answers to a long prompt are often the same, and so is where their tokens went."""
+    equal = [batch(0, 0), batch(0, 1, seed=0)]
+    async with taking(bus, store):
+        lights = [await ExpertSender(bus).lightened(0, one) for one in equal]
+    async with running(make_shard(bus, store, 0).run):
+        for stored, light in enumerate(lights, 1):
+            await publish(bus, light)
+            await has(bus, "TRAJECTORIES", 0)
+            assert store.trajectories == stored
+    for found in store.read([0]):
+        np.testing.assert_array_equal(found.experts, experts(0))
+    await has(bus, "DEAD", 0)
+
+
+async def test_messages_that_wait_while_a_shard_is_found_away_are_not_tried(bus, monkeypatch):
+    sender, tried = ExpertSender(bus), []
+
+    async def away(*_: object) -> None:
+        tried.append(1)
+        await asyncio.sleep(0)
+        raise BusError("away")
+
+    monkeypatch.setattr(sender, "_send", away)
+    given = batch(0, 0)
+    assert await asyncio.gather(*(sender.lightened(0, given) for _ in range(12))) == [given] * 12
+    assert len(tried) == expert_sender.AT_ONCE
 
 
 async def test_a_trajectory_whose_experts_are_gone_is_set_aside_by_name_and_its_lease_refunded(bus, store):
@@ -183,9 +220,13 @@ async def test_a_shards_process_that_begins_again_is_found_and_few_experts_stay_
     sender = ExpertSender(bus)
     urls = set()
     for sample in range(2):
-        async with taking(bus, store):
+        async with taking(bus, store), aiohttp.ClientSession() as session:
             assert (await sender.lightened(0, batch(0, sample))).apart is not None
-            urls.add((await place(bus)).url)
+            url = urlsplit((await place(bus)).url)
+            for earlier in urls:  # this may be another run's server, at the port of one that ended
+                async with session.put(f"http://{url.netloc}{earlier.path}0-{'0' * 64}", data=b"x") as answer:
+                    assert answer.status == 404
+            urls.add(url)
             few = replace(make_trajectory(2, 0, tokens=9), routed_experts=bytes(8), moe_layers=1,
                           experts_per_token=1)  # fmt: skip
             short = TrajectoryBatch.of([few])
@@ -204,9 +245,10 @@ async def test_other_bytes_than_the_digest_says_and_other_names_are_not_taken(bu
         ):  # fmt: skip
             async with session.put(f"{url}{path}", data=data) as answer:
                 assert answer.status == status, path
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2].rstrip("/")))
+        asked = urlsplit(url)
+        reader, writer = await asyncio.open_connection("127.0.0.1", asked.port)
         cut = f"0-{sha256_of([b'whole']).hex()}"
-        writer.write(f"PUT /{cut} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nwho".encode())
+        writer.write(f"PUT {asked.path}{cut} HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nwho".encode())
         await writer.drain()
         await until(lambda: len(files(store)) == 2)
         writer.close()  # the actor ends
