@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import docstring_parser
 from cyclopts import App, Parameter
@@ -21,9 +21,6 @@ from launch.settings.environment_variables import LOG_LEVEL_VARIABLE, run_variab
 from launch.settings.run_config import ProcessConfig, RunConfig, config_file, flags, merge, validate
 from launch.settings.short_forms import short_forms
 from launch.settings.sources import merged
-
-if TYPE_CHECKING:
-    pass
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
 # pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.

@@ -116,7 +116,9 @@ def _common_processors(process: str) -> list[Any]:
     return [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.dict_tracebacks,
+        structlog.processors.ExceptionRenderer(
+            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # these hold prompts, tokens, keys
+        ),
         add_who,
     ]
 

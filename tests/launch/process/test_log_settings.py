@@ -29,6 +29,7 @@ logging.getLogger("library").warning("slow %s", "disk")
 logging.getLogger("library").info("unseen")
 logging.getLogger("asyncio").warning("returning true from eof_received() has no effect when using ssl")
 warnings.warn("old")
+key = "secret-" + "of-a-variable"
 raise KeyError("nobody expected this")
 """
 
@@ -47,6 +48,7 @@ def test_every_line_is_an_object_with_who_wrote_it():
     assert "UserWarning: old" in lines[2]["event"]
     assert (lines[3]["event"], lines[3]["level"]) == ("process_crashed", "critical")
     assert lines[3]["exception"][0]["exc_type"] == "KeyError"
+    assert "secret-of-a-variable" not in done.stderr
     for line in lines:
         assert (line["process"], line["rank"]) == ("learner", 3)
         assert line["timestamp"].endswith("Z")
