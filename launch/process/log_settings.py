@@ -116,8 +116,9 @@ def _common_processors(process: str) -> list[Any]:
     return [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        # What variables hold, such as prompts and keys, is no matter of a collector's.
         structlog.processors.ExceptionRenderer(
-            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # these hold prompts, tokens, keys
+            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         ),
         add_who,
     ]

@@ -136,6 +136,7 @@ class FsdpTrainer:
         matrices = {}
         if config.matrices == "muon":
             matrices = {n: FileMatrices(n, self._names) for n in matrix_names(self.model.hf, self._names)}
+        vars(self).pop("optimizer", None)  # its moments are freed before there are others
         self.optimizer = ShardedOptimizer(config, self._parameters, matrices, self.dtype)
         self.counts.begin()
 

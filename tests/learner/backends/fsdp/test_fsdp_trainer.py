@@ -1,6 +1,7 @@
 """This backend beside Megatron, on a family that both have."""
 
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bus.errors import ConfigError
+from learner.backends.fsdp.optimizer import ShardedOptimizer
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
@@ -117,6 +119,19 @@ def test_a_pass_scores_as_megatron_does_and_another_policy_lends_its_weights():
         assert torch.allclose(again, own[-1], rtol=0, atol=0, equal_nan=True)
     for megatron, fsdp in (own, of_other):
         assert torch.allclose(megatron, fsdp, atol=1e-5, equal_nan=True)
+
+
+def test_an_optimizer_is_freed_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch):
+    _, _, trainer = trained("fsdp", "qwen3", steps=1)
+    held = [weakref.ref(mine) for _, mine in trainer.optimizer.moments().values()]
+
+    def made(*parts: object) -> ShardedOptimizer:
+        assert {one() for one in held} == {None}
+        return ShardedOptimizer(*parts)
+
+    monkeypatch.setattr("learner.backends.fsdp.trainer.ShardedOptimizer", made)
+    trainer.set_optimizer(OPTIMIZER)
+    assert len(trainer.optimizer.moments()) == len(held)
 
 
 @pytest.mark.slow
