@@ -13,7 +13,8 @@ log = structlog.get_logger()
 
 async def stop_when_done(stage: Callable[[], str], failure: Callable[[], str], stop: asyncio.Event) -> None:
     """Set `stop` when the run gets done; one that was done before this process came may be going on soon.
-    Raises `EngineLostError` with the reason of a failure."""
+    Raises `EngineLostError` with the reason of a failure. `failure` tells why engines have stopped for good,
+    and is empty as long as none has."""
     trained = False
     while not stop.is_set():
         if reason := failure():

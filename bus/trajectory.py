@@ -482,6 +482,7 @@ def _with_images(trajectories: Sequence[Trajectory], changed: ChangeImages) -> t
 
 
 def _refuse_impossible(logprobs: NDArray[np.float32], name: str, actor: str) -> None:
+    """Raise `SchemaError` for log-probs, [N] nats, that no engine can have drawn a token with."""
     for logprob in _extremes(logprobs):
         if not SMALLEST_LOGPROB <= logprob <= LARGEST_LOGPROB:
             raise SchemaError(

@@ -61,7 +61,8 @@ class Sandbox:
         self._end = weakref.finalize(self, self._server.end)
 
     async def run(self, code: str, stdin: str = "", *, output_bytes: int | None = None) -> Ran:
-        """Run a program. Raises ToolError where the sandbox, not the program, failed."""
+        """Run a program. Raises ToolError where the sandbox, not the program, failed. `output_bytes` stands
+        for the sandbox's own limit."""
         limit = self._output_bytes if output_bytes is None else output_bytes
         async with self._slots:
             return await self._run(code, stdin, limit, self._limits)
@@ -71,7 +72,8 @@ class Sandbox:
     ) -> tuple[Ran, Ran]:
         """Run two programs apart from each other, whose descriptors 3 are a socket between them. They take
         one place. The other is stopped when the first has ended. Raises ToolError where the sandbox failed
-        for one of them."""
+        for one of them. The first alone reads `stdin`. `wall_s` is for each, instead of the sandbox's own
+        limit, and may all be processor time."""
         limits = self._limits
         if wall_s is not None:
             limits = replace(limits, wall_s=wall_s, cpu_s=max(limits.cpu_s, ceil(wall_s)))

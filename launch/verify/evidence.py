@@ -130,7 +130,8 @@ class Evidence:
 
 def collect(run: RunDirectory, lists: Sequence[Path] = ()) -> Evidence:
     """Read what a run left, which may go on meanwhile. Raises `ConfigError` when the stores or the ledger are
-    not here, and `StorageError` for what is damaged."""
+    not here, and `StorageError` for what is damaged. `lists` are directories with records from other
+    hosts."""
     config = recorded_config(run)
     identity = facts_of(run.ledger).get(RUN_ID, "")
     shards = [run.path / "replay" / f"shard_{number:02d}" for number in range(config.replay.shards)]

@@ -58,6 +58,7 @@ def binary_kl_two_way(
 
 
 def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) of tokens taken with these log-probs or not, [N] nats."""
     p, q = (each.exp().clamp(CERTAIN, 1 - CERTAIN) for each in (p, q))
     return p * (p.log() - q.log()) + (1 - p) * ((-p).log1p() - (-q).log1p())
 

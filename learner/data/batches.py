@@ -98,7 +98,9 @@ def make_step_batch(
     advantages: Sequence[Sequence[float | NDArray[np.floating]]], *,
     policy_version: int, weights: Sequence[float] = (), baselines: Mapping[str, float] = NO_BASELINES,
 ) -> StepBatch:  # fmt: skip
-    """Give samples their advantages and the weight of their group (1 by default), and count."""
+    """Give samples their advantages and the weight of their group (1 by default), and count. `samples` are of
+    the trained trajectories of `groups`, in that order; `advantages` has a number or [L] for every
+    trajectory."""
     trained = [
         (trajectory, np.asarray(found, np.float64), weight)
         for group, of_group, weight in zip(groups, advantages, weights or [1.0] * len(groups), strict=True)

@@ -20,10 +20,12 @@ def device() -> torch.device:
 
 
 def world_rank() -> int:
+    """Return this process's number, from 0; known before the process group is there."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
+    """Return how many processes there are; known before the process group is there."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 

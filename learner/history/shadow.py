@@ -153,6 +153,8 @@ class Shadow:
         return False
 
     async def _next_step(self) -> StepGroups | None:
+        """Return the step after ours once the learner has trained it; None when it trains no more, or on
+        `stop`."""
         while (given := await self._asked(self.progress.step + 1)) is not None:
             step, over = self.progress.step, given.stage == "done"
             if given.incarnation != self._followed and (over or given.trained_through >= step):

@@ -175,7 +175,9 @@ def score(
     policy: str | None = None, tokens_per_micro_batch: int, share_prefixes: bool = False,
 ) -> list[TokenScores]:  # fmt: skip
     """Compute log-probs and entropy of the trained tokens. Every rank calls this. `policy` is the tag of a
-    frozen policy; `None` is the current one."""
+    frozen policy; `None` is the current one. The weights are bit for bit the same afterwards. `samples` are
+    equal on the ranks that share a model; one that is longer than `tokens_per_micro_batch` is alone in its
+    own."""
     if policy is not None:
         samples = without_experts(samples)
     packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)

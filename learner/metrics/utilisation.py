@@ -12,7 +12,8 @@ GIB = 1 << 30
 
 def utilisation(seconds: Mapping[str, float], flops: float) -> dict[str, float]:
     """Return the share of the GPUs' peak that a step's updates reached, and this rank's memory since the last
-    call; nothing on a CPU. It asks the device of the thread."""
+    call; nothing on a CPU. It asks the device of the thread. `flops` are of the passes of `update_s`, over
+    all ranks."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     found = {

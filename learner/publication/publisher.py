@@ -273,6 +273,7 @@ class WeightPublisher:
     # --- one publication ---
 
     async def _as_delta(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest | None:
+        """Publish what changed since the version before; return None where that is nearly everything."""
         base, before = self._weights, self.latest
         if base is None or before is None:
             return None

@@ -183,6 +183,7 @@ class Learner:
         await self._checkpoints.begin()
 
     async def _warmed_up(self) -> bool:
+        """Take all steps on demonstrations; return False if `stop` came before the last."""
         progress, warmup = self.progress, self._settings.warmup
         steps, latest = range(progress.warmup_step, warmup.steps), ""
         for step in tracked(steps, "warming up on demonstrations"):
@@ -225,6 +226,7 @@ class Learner:
                     await self._checkpoints.begin()
 
     async def _step(self) -> bool:
+        """Take one optimizer step and publish; return False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
         self._activity = Activity("waiting for the batch", wait="batch")

@@ -60,7 +60,9 @@ def _attend(
     query: Tensor, query_unit: Tensor, key: Tensor, key_unit: Tensor, value: Tensor, value_unit: Tensor, *,
     scale: float, visible: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Attend with integers: queries [B, heads, q, d], keys [B, groups, d, S] and values [B, groups, S, v]."""
+    """Attend with integers: queries [B, heads, q, d], keys [B, groups, d, S] and values [B, groups, S, v].
+    Units are [B, heads, q, 1] of queries and [B, groups, 1, S] of keys and values; `visible`, bool, is
+    [B, 1, q, S] or broadcast to it."""
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
     by_group = (batch, groups, heads // groups * queries, -1)

@@ -370,6 +370,7 @@ class Ledger:
 
     @property
     def newest_step(self) -> int:
+        """Return the latest step that was given groups, 0 before the first."""
         return self._given.newest_step
 
     @property

@@ -204,6 +204,7 @@ class DataSetOrder:
         return found.sources[order.source(lease_id - found.first_lease)].name
 
     def drawn(self, lease_id: int) -> dict[str, int]:
+        """Return how many prompts each source of a lease's data set has given before that lease, by name."""
         n = self._number(lease_id)
         found, order = self._data_sets[n], self._orders[n]
         if not isinstance(order, MixtureOrder):

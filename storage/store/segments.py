@@ -305,6 +305,7 @@ def _decoded(array: NDArray[Any] | CompressedArray) -> NDArray[Any]:
 
 
 def _rows(path: Path, rows: NDArray[Any] | CompressedArray, summary: Summary) -> NDArray[np.int64]:
+    """Return the array `rows` after a row of zeros, where the first trajectory begins."""
     content = _decoded(rows).tobytes()
     if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
         raise LostDataError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")

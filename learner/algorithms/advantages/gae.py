@@ -66,6 +66,7 @@ def _next(values: Floats) -> Floats:
 
 
 def _summed_backwards(terms: Floats, factors: Floats) -> Floats:
+    """Return s, [n], where s[t] = terms[t] + factors[t] * s[t + 1]."""
     pairs = zip(terms[::-1].tolist(), factors[::-1].tolist(), strict=True)
     sums = accumulate(pairs, lambda later, pair: pair[0] + pair[1] * later, initial=0.0)
     return np.array([*sums][:0:-1])
@@ -208,6 +209,7 @@ class Actions:
 
 
 def _sums(of_token: NDArray[np.intp], values: Floats, actions: int) -> Floats:
+    """Add up values of tokens by the action that each belongs to, [actions]."""
     return np.bincount(of_token, weights=values, minlength=actions).astype(np.float64)
 
 

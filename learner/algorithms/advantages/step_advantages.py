@@ -106,7 +106,8 @@ def advantages_of_step(
     """Return the advantage of each trajectory, and the baselines for the next step. Every rank calls this.
 
     Raises `ConfigError` for a function of the user's that misfits, and for rewards that an estimator cannot
-    take."""
+    take. `samples` are of the trained trajectories of `groups`, in that order, with the log-probs of all
+    passes; `baselines` are what the step before left, the same on every rank."""
     shaped, penalties = _shaped(groups, samples, learner)
     critic = CriticValues.from_samples(groups, samples, learner.critic) if learner.has_critic else None
     offered = Offered(sums=sums, token_penalties=penalties, baselines=dict(baselines), critic=critic)
@@ -183,7 +184,8 @@ def reference_penalties(
 ) -> TokenPenalties | None:
     """Return `kl_coef` times the estimated KL from the reference of each token; None if rewards lose nothing.
 
-    The policy is the one that sampled, by its recorded log-probs (arXiv:2501.03262, eq. 9, with k1)."""
+    The policy is the one that sampled, by its recorded log-probs (arXiv:2501.03262, eq. 9, with k1).
+    `samples` are of the trained trajectories, in that order, with `reference_logprobs`."""
     if reference.kl_coef == 0 or reference.kl_in != "reward":
         return None
     remaining = iter(samples)

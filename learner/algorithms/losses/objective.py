@@ -200,6 +200,7 @@ def _correction(
 
 
 def _kept_by(rejection: Rejection, objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
+    """Return which tokens a rejection keeps, bool [N]."""
     if rejection.picks is not None:
         return tokens.streams[rejection.picks.stream] == 0
     function = objective.rejection_functions[rejection]
@@ -225,6 +226,7 @@ def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:
 
 
 def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
+    """Return each token's weighed divergence from its teacher over the teacher's likeliest tokens, [N]."""
     total = divergence = torch.zeros_like(tokens.logprobs)
     if tokens.top_logprobs is not None and tokens.teacher_top_logprobs is not None:
         for direction in DIRECTIONS:

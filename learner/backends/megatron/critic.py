@@ -48,7 +48,8 @@ class MegatronCritic:
         self, source: CriticSource, *, dtype: torch.dtype, parallel: ParallelConfig, shares: Shares,
         policy: Sequence[PolicyModel], settle_policy: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Build the model and load its weights."""
+        """Build the model and load its weights. A critic without a directory begins from `policy`, whose
+        pieces of this rank these are; `settle_policy` finishes what still writes them."""
         self.hf_config = source.hf_config
         self.dtype = dtype
         self.parallel = parallel

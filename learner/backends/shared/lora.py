@@ -174,7 +174,8 @@ def excess(squares: Tensor, change: Tensor) -> Tensor:
     """Return what a row's length makes of its outputs, less 1: (|W| + change) / |W + scale * B A| - 1.
 
     Only `change`, by which the length of a row differs from that of W, has a gradient (arXiv:2402.09353,
-    section 4.3). What is close to 1 would lose the change in bfloat16."""
+    section 4.3). What is close to 1 would lose the change in bfloat16. `squares` is what `squared_norms`
+    returns, and `change` is [rows]."""
     before, after = squares.clamp(min=0).sqrt().unbind()
     return (before - after + change.float()) / after.clamp(min=SMALLEST_NORM)
 

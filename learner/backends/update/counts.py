@@ -47,7 +47,8 @@ class UpdateCounts:
         self, objective: Objective, sums: Mapping[str, float], norm: float, lr: float, config: OptimizerConfig
     ) -> StepResult:
         """Count an update, and say what it did. Raises `TrainingError` after `config.max_skipped_in_a_row`
-        updates that were not finite."""
+        updates that were not finite. `sums` are over all ranks and micro-batches, and `norm` is of the
+        gradient before clipping."""
         tokens = int(sums["trained_tokens"])
         mean_loss = sums["loss"] / (sums["denominator"] or 1.0)
         updated = tokens > 0 and math.isfinite(mean_loss) and math.isfinite(norm)

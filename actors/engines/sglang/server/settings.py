@@ -98,7 +98,8 @@ def server_settings(
     config: SglangEngineConfig, model: Path, *, host: str, port: int, first_gpu: int
 ) -> dict[str, SglangSetting]:
     """Return every setting of a server for the model in a directory. Raises `ConfigError` for settings that
-    the engine decides or a run suffers from, and for a model without architectures."""
+    the engine decides or a run suffers from, and for a model without architectures. The `server` table of
+    `config` has the last word."""
     given = chosen(config)
     device = device_of(given)
     refuse_unfit(config, given, device)

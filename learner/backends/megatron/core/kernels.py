@@ -178,6 +178,7 @@ def _weight(query_weight, key_weight, is_query, is_key, place, inside):  # type:
 
 @triton.jit
 def _one_of(query, key, value, is_query, is_key, is_value):  # type: ignore[no-untyped-def]
+    """Read each row from the tensor that it lies in, as float32."""
     of_query = tl.load(query, mask=is_query, other=0.0).to(tl.float32)
     of_key = tl.load(key, mask=is_key, other=0.0).to(tl.float32)
     return of_query + of_key + tl.load(value, mask=is_value, other=0.0).to(tl.float32)

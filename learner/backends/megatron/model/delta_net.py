@@ -152,6 +152,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         return found  # type: ignore[no-any-return]
 
     def _gated(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Norm each head and weigh it by its gate; [T, values, v] to the same."""
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         wide = heads.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)

@@ -110,6 +110,7 @@ class LatentAttention(Attention):  # type: ignore[misc]  # megatron-core is unty
         return self.linear_q_up_proj(self.q_layernorm(narrow))[0]  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
+        """View [T, 1, heads * d] as [T, heads, d]."""
         return x.view(len(x), self.num_attention_heads_per_partition, -1)
 
 

@@ -146,6 +146,8 @@ class _Exchange:
 def _add_block(
     output: Tensor, log_total: Tensor, query: Tensor, held: Sequence[Tensor], block: Block, scale: float
 ) -> None:
+    """Add what `query`, [T, heads, d], finds in one block to `output`, [T, heads, v], and to `log_total`,
+    [T, heads], the logarithms of their softmax's sums."""
     rows, width = block.queries, output.shape[-1]
     query, key, value = of_one_width(query[rows], *(x[block.keys] for x in held))
     found, found_log_total = attend(query, key, value, block.sets, scale)
@@ -161,6 +163,9 @@ def _add_gradients(
     totals: Sequence[Tensor], query: Tensor, held: Sequence[Tensor],
     whole: tuple[Tensor, Tensor, Tensor], block: Block, scale: float,
 ) -> None:  # fmt: skip
+    """Add the gradients through one block to `totals`: those of the query, and of the keys and values of the
+    step. `whole` is the gradient of the output, the output and the logarithms of its softmax's sums, over all
+    blocks."""
     grad, output, log_total = (x[block.queries] for x in whole)
     query, key, value, grad, output = of_one_width(
         query[block.queries], *(x[block.keys] for x in held), grad, output

@@ -71,7 +71,8 @@ class RingLayout:
         self._steps: dict[int | None, tuple[RingStep, ...]] = {}
 
     def steps(self, window: int | None) -> tuple[RingStep, ...]:
-        """Return as many steps as there are ranks, the first of which is with the rank's own keys."""
+        """Return as many steps as there are ranks, the first of which is with the rank's own keys. `window`
+        is the number of tokens that a query sees, its own the last of them; None is all before it."""
         if window is not None and window >= max(self._lengths):
             window = None
         if window not in self._steps:
