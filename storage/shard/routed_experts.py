@@ -70,9 +70,9 @@ class ExpertFiles:
         """Remove what is stored now."""
         (self._directory / apart.digest.hex()).unlink(missing_ok=True)
 
-    def remove_older(self, age_s: float) -> int:
-        """Remove files that came longer ago than that; return how many there were."""
-        old = [path for path, found in self._found() if found.st_mtime < time.time() - age_s]
+    def remove_older(self, before_s: float) -> int:
+        """Remove files that came before that time; return how many there were."""
+        old = [path for path, found in self._found() if found.st_mtime < before_s]
         for path in old:
             path.unlink(missing_ok=True)
         return len(old)
@@ -91,19 +91,26 @@ class ExpertFiles:
     async def tend(self, bus: Bus, shard: int, stop: asyncio.Event) -> None:
         """Until `stop` remove what actors sent who ended before they published its message.
 
-        An actor publishes within its patience for the bus. Once the shard has taken all messages, nothing
-        names what is older."""
-        stream = bus.topology.stream(trajectories_stream(shard))
+        An actor publishes within its patience for the bus. Once the shard has taken all messages up to one
+        time, nothing names what came that much earlier; under load there are always later ones."""
+        stream, durable = bus.topology.stream(trajectories_stream(shard)), bus.topology.shard_durable(shard)
+        marked_s, mark = 0.0, 0  # a time, and the last message until then
         while not await set_within(stop, LOOK_S):
+            looked_s = time.time()
             try:
-                waiting = await bus.js.consumer_info(stream, f"shard-{shard}")
+                waiting = await bus.js.consumer_info(stream, durable)
+                last = (await bus.js.stream_info(stream)).state.last_seq
             except nats.errors.Error as error:  # the bus is away: it is asked again
                 log.debug("consumer_not_seen", stream=stream, reason=str(error))
                 continue
-            if not waiting.num_pending and not waiting.num_ack_pending:
-                removed = await asyncio.to_thread(self.remove_older, bus.patience_s)
-                if removed:
+            is_marked = waiting.ack_floor is not None and 0 < mark <= waiting.ack_floor.stream_seq
+            is_idle = not waiting.num_pending and not waiting.num_ack_pending
+            if is_idle or is_marked:
+                before_s = (looked_s if is_idle else marked_s) - bus.patience_s
+                if removed := await asyncio.to_thread(self.remove_older, before_s):
                     log.info("routed_experts_removed", shard=shard, files=removed)
+            if is_marked or not mark:
+                marked_s, mark = looked_s, last
 
 
 class IncomingExperts:
@@ -132,9 +139,11 @@ class IncomingExperts:
         return is_same
 
     def close(self) -> None:
-        """Remove what is not whole."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        """Remove what is not whole. Raises `OSError` when the disk still refuses what was added."""
+        try:
+            self._file.close()
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
 
 class StoredExperts:

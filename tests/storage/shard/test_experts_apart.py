@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 import pytest
+from nats.js.api import ConsumerInfo
 from structlog.testing import capture_logs
 
 from actors.episodes.episode import AgentTrajectory, Episode
@@ -257,6 +258,16 @@ async def test_other_bytes_than_the_digest_says_and_other_names_are_not_taken(bu
     assert [(path.name, path.read_bytes()) for path in files(store)] == [(name[2:], b"experts")]
 
 
+def test_a_full_disk_is_left_without_the_beginning_of_a_file(store):
+    incoming = ExpertFiles(store.directory).incoming("0" * 64, 1 << 20)
+    incoming._file.close()
+    with Path("/dev/full").open("wb") as incoming._file:
+        incoming.add(b"too much")
+        with pytest.raises(OSError, match="No space left"):
+            incoming.close()
+    assert not files(store)
+
+
 async def test_files_that_no_message_names_go_when_the_shard_has_taken_all(bus, store, monkeypatch):
     monkeypatch.setattr("storage.shard.routed_experts.LOOK_S", 0.02)
     monkeypatch.setattr(bus, "patience_s", 5.0)
@@ -269,9 +280,9 @@ async def test_files_that_no_message_names_go_when_the_shard_has_taken_all(bus, 
     await publish(bus, waiting)
     tended, looks, consumer_info = ExpertFiles(store.directory), [], bus.js.consumer_info
 
-    async def look(*names: str) -> object:
+    async def look(*names: str) -> ConsumerInfo:
         looks.append(names)
-        return await consumer_info(*names)
+        return (await consumer_info(*names)).evolve(num_pending=1)  # as under load, where none is the last
 
     monkeypatch.setattr(bus.js, "consumer_info", look)
     async with running(lambda stop: tended.tend(bus, 0, stop)):
