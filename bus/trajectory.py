@@ -389,9 +389,11 @@ class ExpertsApart(Message, tag="experts_apart"):
     experts_per_token: int
 
     def check(self) -> None:
-        """Refuse sizes that cannot be."""
+        """Refuse sizes that cannot be, and what is no digest: shards look for a file of its name."""
         if min(self.sizes, default=0) < 0:
             raise SchemaError(f"routed experts of {min(self.sizes)} bytes cannot be")
+        if len(self.digest) not in (16, 32):
+            raise SchemaError(f"routed experts have a digest of {len(self.digest)} bytes, not of 16 or 32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
