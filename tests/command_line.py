@@ -33,6 +33,9 @@ def arguments_assembled_once() -> Iterator[None]:
         command, arguments = known.get((id(self), parse_docstring), (None, None))
         if arguments is None or command is not self.default_command:
             arguments = ASSEMBLE(self, parse_docstring=parse_docstring)
+            groups = [group for argument in arguments for group in argument.parameter.group]
+            named = {group.name: group for group in groups}
+            assert all(named[group.name] == group for group in groups), "cyclopts takes one group of a name"
             known[id(self), parse_docstring] = self.default_command, arguments
         return fresh(arguments)
 

@@ -21,7 +21,6 @@ from bus.config import without_credentials
 from bus.errors import ConfigError
 from storage.disk.atomic_files import make_directory, read_json, write_file, write_json
 
-__all__ = ["RunDirectory", "provenance", "write_json"]
 STARTS_KEPT = 200
 """Starts of a run, besides the first, that its provenance keeps."""
 FORMAT = 2
