@@ -109,6 +109,10 @@ class PartsFound(Message, tag="parts_found"):
     directory: str = ""
     """Directory of the learner's blobs there, which processes of this machine read themselves."""
 
+    def check(self) -> None:
+        if "\0" in self.directory:
+            raise SchemaError(f"{self.directory!r} is no name of a directory")
+
 
 # --- engines in the learner's cluster ask it for a broadcast ---
 

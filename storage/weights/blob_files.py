@@ -90,7 +90,7 @@ class FileBlobs:
 
 def file_name(ref: BlobRef) -> str:
     """Return the name of the file that holds `ref`. Raises `BusError` for a name that leads elsewhere."""
-    if "/" in ref.subject or ref.subject.startswith("."):
+    if "/" in ref.subject or "\0" in ref.subject or ref.subject.startswith("."):
         raise BusError(f"{ref.subject!r} is no name of a blob")
     return ref.subject + SUFFIX
 

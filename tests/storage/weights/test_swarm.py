@@ -6,6 +6,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -18,7 +19,7 @@ from bus.weight_requests import BlobAccess, PartsAsked, PartsFound
 from storage.disk.host_identity import host_identity
 from storage.settings.weights_transport import HttpTransport, PeerConfig
 from storage.weights import blob_http, blob_parts, blob_sources, swarm
-from storage.weights.blob_files import file_name
+from storage.weights.blob_files import file_name, read_file
 from storage.weights.blob_http import HttpBlobs, parts_subject
 from storage.weights.blob_parts import BlockDigests, is_part, part_range
 from storage.weights.blob_sources import Blobs
@@ -99,6 +100,15 @@ async def test_files_of_this_machine_are_read_and_not_kept_for_others(
     sent_bytes = origin.sent_bytes
     assert bytes(await host(host_identity()).get(hidden)) == contents[2]
     assert origin.sent_bytes == sent_bytes + 3 * BLOCK
+
+
+async def test_an_answer_or_a_blob_that_names_no_file_is_refused(origin, host):
+    ref = await origin.put([b"weights"], 1)
+    origin._files.directory = Path("no\0directory")
+    with pytest.raises(BusError, match="no name of a directory"):
+        await host(host_identity()).get(ref)
+    with pytest.raises(BusError, match="no name of a blob"):
+        read_file(Path(), replace(ref, subject="no\0blob"))
 
 
 async def test_eight_receivers_take_about_one_copy_from_the_learner(bus, origin, host):
