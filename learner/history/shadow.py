@@ -185,6 +185,7 @@ class Shadow:
         return None
 
     async def _asked(self, step: int) -> StepGroups | None:
+        """Return what storage says of a step; None if `stop` came first."""
         asking = asyncio.create_task(self._reader.given(step))
         if self._stop.is_set() or not await ended_before(self._stop, asking):
             asking.cancel()
@@ -192,6 +193,7 @@ class Shadow:
         return asking.result()
 
     async def _fetch(self, given: StepGroups) -> list[list[Trajectory]] | None:
+        """Return the groups of a step; None when they were retired, which is counted, or on `stop`."""
         self._activity = Activity(f"reading step {given.step}")
         fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
         try:
@@ -250,6 +252,7 @@ class Shadow:
         })  # fmt: skip
 
     def _begin(self) -> None:
+        """Load the newest state of our own, else that of `from_checkpoint`, else the initial model."""
         settings = self._settings.learner
         self._initial = self._initial or prepare(settings, self._demonstrations)
         refuse_other_teachers(

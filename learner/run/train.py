@@ -334,6 +334,7 @@ class Learner:
             await self._published()
 
     async def _accuracy_now(self) -> float | None:
+        """Return the held-out sampled accuracy of this version; None if nobody measures it, or on `stop`."""
         version = self.progress.policy_version
         if not self._heldout.measures or self._stop.is_set():
             return None

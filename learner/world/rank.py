@@ -297,6 +297,7 @@ class Rank:
 
     @property
     def adapter_base(self) -> AdapterBase | None:
+        """Return what published adapters belong to; None where whole weights are published."""
         return self._host.adapter_base(self._backend.adapters)
 
     @property

@@ -301,6 +301,7 @@ class Ledger:
                 self._given.give(step, use)
 
     def commit(self, step: int) -> None:
+        """A durable checkpoint holds every step up to `step`."""
         self._change(
             "UPDATE leases SET state = 'committed' WHERE state = 'leased' AND EXISTS "
             "(SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id AND step <= ?)",
