@@ -143,11 +143,15 @@ def give_up_optimizer(trained: object) -> None:
     last: MegatronOptimizer | None = trained.__dict__.pop("optimizer", None)
     if last is None:
         return
-    for part in last.chained_optimizers:
+    _give_up_offloaded(last)
+    del last
+    collect_older()
+
+
+def _give_up_offloaded(optimizer: MegatronOptimizer) -> None:
+    for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, OffloadedAdamW):
             part.optimizer.give_up()
-    del last, part
-    collect_older()
 
 
 def _refuse_experts_of_some_ranks(chunks: Sequence[DistributedDataParallel]) -> None:
