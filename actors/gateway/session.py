@@ -68,10 +68,10 @@ class Session:
         """When the newest request came that was not refused, by the monotonic clock."""
         self.first_request_s: float | None = None
         """When the first of those came."""
-        self.longest_wait_s = 0.0
-        """Longest time that one request took at the engine."""
-        self.unanswered_s = 0.0
-        """Longest time of those that had no answer when whoever asked was gone, or the session was closed."""
+        self._longest_wait_s = 0.0
+        self._unanswered_s = 0.0
+        self._waiting_since: list[float] = []
+        """When each request that is at the engine now came there."""
         self._name = name
         self._policy = policy
         self._config = config
@@ -253,13 +253,31 @@ class Session:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         began = time.monotonic()
+        self._waiting_since.append(began)
         try:
             yield
         except asyncio.CancelledError:
-            self.unanswered_s = max(self.unanswered_s, time.monotonic() - began)
+            self._unanswered_s = max(self._unanswered_s, time.monotonic() - began)
             raise
         finally:
-            self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - began)
+            self._longest_wait_s = max(self._longest_wait_s, time.monotonic() - began)
+            self._waiting_since.remove(began)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Return the longest time that one request took at the engine, those that are there now included: the
+        end of a program is known before that of its connections."""
+        return max(self._longest_wait_s, self._under_way_s)
+
+    @property
+    def unanswered_s(self) -> float:
+        """Return the longest time of those that have no answer, or had none when whoever asked was gone, or
+        the session was closed."""
+        return max(self._unanswered_s, self._under_way_s)
+
+    @property
+    def _under_way_s(self) -> float:
+        return time.monotonic() - self._waiting_since[0] if self._waiting_since else 0.0
 
     @contextmanager
     def _refusing(self, digest: bytes) -> Iterator[None]:

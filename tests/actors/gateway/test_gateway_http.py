@@ -253,6 +253,7 @@ async def test_closing_a_session_ends_what_is_under_way():
         s.engine.hold()
         asking = asyncio.create_task(s.chat("hi"))
         await until(lambda: s.engine.running == 1, "the request")
+        assert min(s.session.longest_wait_s, s.session.unanswered_s) > 0, "it counts as soon as it waits"
         await s.gateway._close(s.session)
         status, answer = await asking
         assert (status, answer["error"]["code"], s.engine.running) == (403, "session_closed", 0)
