@@ -52,6 +52,8 @@ class NamespaceSandboxes(Config):
 
     uses_host: ClassVar[bool] = True
     """Whether sandboxes take memory and disk of the actor's host."""
+    is_server: ClassVar[bool] = False
+    """Whether a server starts them, which actors of several hosts ask."""
     type: Literal["namespaces"] = "namespaces"
     """Name of the back end."""
     readable: tuple[Path, ...] = ()
@@ -75,6 +77,8 @@ class ContainerSandboxes(Config):
 
     uses_host: ClassVar[bool] = True
     """Whether sandboxes take memory and disk of the actor's host."""
+    is_server: ClassVar[bool] = False
+    """Whether a server starts them, which actors of several hosts ask."""
     type: Literal["docker"] = "docker"
     """Name of the back end."""
     image: str
@@ -97,6 +101,8 @@ class RemoteSandboxes(Config):
 
     uses_host: ClassVar[bool] = False
     """Whether sandboxes take memory and disk of the actor's host."""
+    is_server: ClassVar[bool] = True
+    """Whether a server starts them, which actors of several hosts ask."""
     type: Literal["http"] = "http"
     """Name of the back end."""
     url: str = Field(pattern=r"^https?://.+[^/]$")
@@ -113,6 +119,8 @@ class KubernetesSandboxes(Config):
 
     uses_host: ClassVar[bool] = False
     """Whether sandboxes take memory and disk of the actor's host."""
+    is_server: ClassVar[bool] = False
+    """Whether a server starts them, which actors of several hosts ask."""
     type: Literal["kubernetes"] = "kubernetes"
     """Name of the back end."""
     image: str
@@ -138,6 +146,8 @@ class HostedSandboxes(Config):
 
     uses_host: ClassVar[bool] = False
     """Whether sandboxes take memory and disk of the actor's host."""
+    is_server: ClassVar[bool] = False
+    """Whether a server starts them, which actors of several hosts ask."""
     type: Literal["e2b", "modal", "daytona"]
     """Name of the service, and of the package that asks it, which reads its keys from its own variables."""
     image: str
@@ -217,9 +227,9 @@ class SandboxServerConfig(PoolConfig):
 
     @model_validator(mode="after")
     def _starts_them_itself(self) -> Self:
-        if self.backend.type == "http":
+        if self.backend.is_server:
             raise ValueError(
-                f"backend.type=http: a server of sandboxes starts them itself: give actors the url "
-                f"{self.backend.url}, or choose another back end"
+                f"backend.type={self.backend.type}: a server of sandboxes starts them itself: give actors "
+                "that server's url, or choose another back end"
             )
         return self

@@ -148,7 +148,7 @@ def rooms_page() -> str:
     lines = [
         "# Rooms",
         "",
-        "Every folder of the code, by the first line of its `__init__.py`;",
+        "Every folder of the code, by the first sentence of its `__init__.py`;",
         "[architecture](../architecture.md#rooms) tells how imports go between them.",
         "",
         "| room | what it holds |",
@@ -158,5 +158,6 @@ def rooms_page() -> str:
         for file in sorted((ROOT / name).rglob("__init__.py")):
             room = file.parent.relative_to(ROOT).as_posix()
             holds = ast.get_docstring(ast.parse(file.read_text())) or ""
-            lines.append(f"| `{room}/` | {_escaped(holds.partition(chr(10))[0])} |")
+            first, dot, _ = " ".join(holds.partition("\n\n")[0].split()).partition(". ")
+            lines.append(f"| `{room}/` | {_escaped(first + dot.strip())} |")
     return "\n".join(lines) + "\n"

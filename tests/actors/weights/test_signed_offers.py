@@ -155,6 +155,7 @@ async def test_what_is_offered_has_digests_unless_they_are_turned_off(as_role, h
     async with as_role("learner") as learner, as_role("actor") as actor:
         broadcaster = Broadcaster(learner, lambda: weights, incarnation="one", timeout_s=60.0, hashed=hashed)
         await broadcaster.start()
+        await learner.client.flush()
         published = published_on(actor, 0)
         [bucket] = await published.offered("", ranks=1, device="cpu", timeout_s=60.0)
         await broadcaster.close()

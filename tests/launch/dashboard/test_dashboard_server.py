@@ -64,7 +64,7 @@ async def served(
     """Serve the runs at a port of its own; yields the address."""
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     work = partial(serve_dashboard, runs, listening, token=token, ready=address.set_result)
-    async with running(work) as serving, asyncio.timeout(30):
+    async with running(work) as serving, asyncio.timeout(180):
         await asyncio.wait((address, serving), return_when=asyncio.FIRST_COMPLETED)
         yield address.result()
 
