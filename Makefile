@@ -29,7 +29,7 @@ test: install
 	$(BIN)/pytest $(call workers,5)
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,4) $(call files_of,slow)
+	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,3) $(call files_of,slow)
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly $(call files_of,nightly)
