@@ -100,6 +100,7 @@ def trained_on_pairs(directory: Path, *settings: str) -> Path:
     return directory / "runs/default"
 
 
+@pytest.mark.nightly
 def test_a_run_on_pairs_learns_which_of_two_answers_is_preferred(tmp_path: Path):
     steps = steps_of(trained_on_pairs(tmp_path))
     first, last = steps[1], steps[20]
