@@ -504,8 +504,9 @@ class WeightPublisher:
         return await asyncio.to_thread(join)
 
     async def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
+        theirs = asyncio.create_task(self._others.digests(policy_version)) if self._others else None
         digests = dict(await asyncio.to_thread(self._encoder.digests, own(tensors)))
-        digests |= await self._others.digests(policy_version) if self._others else {}
+        digests |= await theirs if theirs else {}
         return Weights(policy_version, tensors, {name: digests[name] for name in tensors})
 
     async def _put_model(self) -> None:

@@ -34,20 +34,20 @@ class ExpertReader:
 
     async def whole(self, shard: int, batches: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Return the answers with their routed experts. Raises `BusError` where the shard's server does not
-        have them; the shard is then left alone for a while."""
+        give them."""
         if all(batch.apart is None for batch in batches):
             return batches
-        try:
-            subject = self._bus.subject("rpc", "stored_experts", shard)
-            place = await self._bus.request(
-                subject, ExpertsPlaceAsked(), ExpertsPlace, timeout_s=ANSWER_TIMEOUT_S
-            )
-            async with aiohttp.ClientSession(auto_decompress=False) as session:
-                return [await _fetched(session, place, shard, batch) for batch in batches]
-        except BusError as error:
-            self._avoided_until[shard] = time.monotonic() + AVOIDED_S
-            log.warning("routed_experts_pass_the_bus", shard=shard, reason=str(error))
-            raise
+        subject = self._bus.subject("rpc", "stored_experts", shard)
+        place = await self._bus.request(
+            subject, ExpertsPlaceAsked(), ExpertsPlace, timeout_s=ANSWER_TIMEOUT_S
+        )
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            return [await _fetched(session, place, shard, batch) for batch in batches]
+
+    def avoid(self, shard: int, error: BusError) -> None:
+        """Leave the shard's server alone for a while: it did not give what the shard has."""
+        self._avoided_until[shard] = time.monotonic() + AVOIDED_S
+        log.warning("routed_experts_pass_the_bus", shard=shard, reason=str(error))
 
 
 async def _fetched(

@@ -22,6 +22,8 @@ AT_ONCE = 4
 ANSWER_TIMEOUT_S = 2.0
 AVOIDED_S = 60.0
 """Seconds for which a shard's server is left alone after it could not be reached."""
+STALLED_S = 10.0
+"""Seconds without progress after which a shard's server is taken for one that hangs."""
 LOG_PERIOD_S = 60.0
 SLOWEST_BYTES_PER_S = 2 << 20
 PIECE_BYTES = 1 << 20
@@ -89,18 +91,23 @@ async def _put(place: ExpertsPlace, shard: int, sha256: bytes, experts: Sequence
     timeout = aiohttp.ClientTimeout(total=30 + size_bytes / SLOWEST_BYTES_PER_S, connect=3)
     try:
         async with (
+            asyncio.timeout(STALLED_S) as stalled,
             aiohttp.ClientSession(timeout=timeout) as session,
             session.put(
-                target, data=_pieces(experts), headers=headers, allow_redirects=False, **shown
+                target, data=_pieces(experts, stalled), headers=headers, allow_redirects=False, **shown
             ) as answer,
         ):
             if answer.status != 201:
                 raise BusError(f"{target}: {answer.status} {(await answer.text())[:200]}")
+    except TimeoutError as error:
+        raise BusError(f"{target}: the server took nothing for {STALLED_S:g} s, or too little") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise BusError(f"{target}: {error!r}") from error
 
 
-async def _pieces(experts: Sequence[bytes]) -> AsyncIterator[memoryview]:
+async def _pieces(experts: Sequence[bytes], stalled: asyncio.Timeout) -> AsyncIterator[memoryview]:
+    """Yield the bytes to send, and put `stalled` off whenever the server has taken some."""
     for one in experts:
         for begin in range(0, len(one), PIECE_BYTES):
+            stalled.reschedule(asyncio.get_running_loop().time() + STALLED_S)
             yield memoryview(one)[begin : begin + PIECE_BYTES]

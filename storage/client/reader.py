@@ -171,22 +171,27 @@ class ReplayReader:
             raise error
 
     async def _receive(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
-        apart = self._experts.reads(shard)
-        batches = await self._bus.request_many(
+        if self._experts.reads(shard):
+            batches = await self._answers(shard, lease_ids, apart=True)
+            try:
+                batches = await self._experts.whole(shard, batches)
+            except BusError as error:
+                batches = await self._answers(shard, lease_ids, apart=False)
+                self._experts.avoid(shard, error)  # not where a group was retired meanwhile
+        else:
+            batches = await self._answers(shard, lease_ids, apart=False)
+        found = [trajectory for batch in batches for trajectory in batch.whole]
+        if not are_groups(found, lease_ids):
+            raise BusError(f"shard {shard} was asked for groups {lease_ids} and answers others")
+        return found
+
+    async def _answers(self, shard: int, lease_ids: list[int], *, apart: bool) -> list[TrajectoryBatch]:
+        return await self._bus.request_many(
             self._bus.subject("rpc", "read", shard),
             ReadRequest(lease_ids=tuple(lease_ids), apart=apart),
             TrajectoryBatch,
             timeout_s=ANSWER_TIMEOUT_S,
         )
-        if apart:
-            try:
-                batches = await self._experts.whole(shard, batches)
-            except BusError:  # as is logged; the next answer has them all
-                return await self._receive(shard, lease_ids)
-        found = [trajectory for batch in batches for trajectory in batch.whole]
-        if not are_groups(found, lease_ids):
-            raise BusError(f"shard {shard} was asked for groups {lease_ids} and answers others")
-        return found
 
 
 def _size_bytes(trajectory: Trajectory) -> int:

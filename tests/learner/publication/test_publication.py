@@ -135,6 +135,22 @@ async def test_the_loop_goes_on_while_tensors_are_named_and_laid_out(bus, tmp_pa
     assert threading.current_thread() not in others.threads
 
 
+async def test_other_ranks_hash_their_tensors_while_rank_0_hashes_its_own(bus, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    others, asked = OtherRanksWithoutTensors(), threading.Event()
+    monkeypatch.setattr(others, "digests", lambda _: asyncio.to_thread(lambda: asked.set() or {}))
+    publisher = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="one", others=others)
+    digests = publisher._encoder.digests
+
+    def waiting(tensors):
+        assert asked.wait(TIMEOUT_S), "other ranks are asked when rank 0 has hashed"
+        return digests(tensors)
+
+    monkeypatch.setattr(publisher._encoder, "digests", waiting)
+    await publisher.start(tmp_path)
+    await publish(publisher, 0)
+
+
 async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus, publisher):
     first = await publish(publisher, 0, stage="warmup")
     again = await publish(publisher, 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -21,7 +22,7 @@ from actors.rollouts.leases import PolicyLeases
 from bus.blobs import sha256_of
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import BusError, UnreadableGroupsError
 from bus.messages import GroupRejected
 from bus.requests import GroupRef, ReadRequest
 from bus.streams import consume
@@ -358,6 +359,46 @@ async def test_a_learner_elsewhere_gets_experts_from_the_shard_and_not_through_t
             await read(bus, store, 2)
         said = await read(bus, store, 0)
     assert [line["event"] for line in said] == ["routed_experts_pass_the_bus"], "nobody serves them any more"
+
+
+async def test_a_group_that_is_retired_between_answer_and_fetch_is_no_fault_of_its_shards_server(
+    bus, store, monkeypatch
+):
+    for lease_id in (0, 2):
+        store.append([batch(lease_id, 0).trajectories[0], batch(lease_id, 1).trajectories[0]])
+    reader, whole = ReplayReader(bus, "a", read="bus"), expert_reader.ExpertReader.whole
+
+    async def whole_of_retired(*asked: object) -> list[TrajectoryBatch]:
+        await asyncio.to_thread(store.retire, store.entries[0], None)
+        return await whole(*asked)
+
+    shard = make_shard(bus, store, 0)
+    async with running(shard.run), taking(bus, store) as server:
+        await asyncio.wait_for(shard.serving.wait(), 20)
+        with monkeypatch.context() as patched:
+            patched.setattr(expert_reader.ExpertReader, "whole", whole_of_retired)
+            with pytest.raises(UnreadableGroupsError):
+                await reader.fetch((GroupRef(lease_id=0, shard=0),))
+        before = server._server.sent_bytes
+        await reader.fetch((GroupRef(lease_id=2, shard=0),))
+        assert server._server.sent_bytes - before == 2 * experts(0).nbytes
+
+
+async def test_a_shards_server_that_hangs_is_named_and_waited_for_no_longer_than_is_stated(bus, monkeypatch):
+    monkeypatch.setattr(expert_sender, "STALLED_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hung, capture_logs() as said:  # connects, reads nothing
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}/"
+
+        async def answer(_: ExpertsPlaceAsked) -> list[ExpertsPlace]:
+            return [ExpertsPlace(url=url)]
+
+        await bus.serve(bus.subject("rpc", "experts", 0), ExpertsPlaceAsked, answer)
+        async with asyncio.timeout(20):  # aiohttp's limit is 30 s
+            assert await an_actors(bus).keep_turns(make_lease(2), [turn_with_experts(2)])
+    [line] = [line for line in said if line["event"] == "routed_experts_pass_the_bus"]
+    assert line["shard"] == 0
+    assert line["reason"].startswith(url)
+    assert line["reason"].endswith("the server took nothing for 0.2 s, or too little")
 
 
 @pytest.mark.slow
