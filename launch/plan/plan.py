@@ -188,6 +188,8 @@ MEM_FRACTION = 0.85
 """Share of a GPU that SGLang takes for weights, keys and values, unless `mem_fraction_static` says so."""
 TRAJECTORY_TOKEN_BYTES = 13
 """Bytes of a token in a trajectory: its id, mask, log-prob and version."""
+FEW_S = 30.0
+"""Seconds of traffic below which a restart of storage makes actors wait."""
 DELTA = 0.008
 """Bytes of a delta in units of a snapshot: measured at a learning rate of 1e-6 (docs/weights.md)."""
 
@@ -305,10 +307,7 @@ def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:
     rank = learner_rank(model, learner, ranks, tokens)
     sequences = config.admission.groups_per_step * config.admission.samples_per_prompt
     step_tokens = sequences * length
-    shared = learner.parallel
-    copies = max(1, ranks // (shared.tensor * shared.pipeline * shared.context))
-    reached = mfu(model, learner, ranks, max(1, round(step_tokens / copies / tokens)))
-    step_s = step_flops(model.hf_config, sequences, length) / (ranks * asked.gpu.peak_flops * reached)
+    reached, step_s = _training(config, model, asked.gpu, sequences, length, tokens)
     published = model.parameters * model.item_bytes
     engines = _engines(config, model, asked, asked.gpus - ranks, longest)
     return Plan(
@@ -333,6 +332,48 @@ def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:
         step_s=step_s,
         generation_s=_generation_s(model, asked, engines, sequences, length),
     )
+
+
+def _training(
+    config: RunConfig, model: Model, gpu: Gpu, sequences: int, length: int, tokens: int
+) -> tuple[float, float]:
+    """Return the MFU and the seconds of a step on sequences of so many tokens, `tokens` a micro-batch."""
+    learner = config.learner
+    ranks, shared = learner.world.processes * learner.world.nodes, learner.parallel
+    copies = max(1, ranks // (shared.tensor * shared.pipeline * shared.context))
+    reached = mfu(model, learner, ranks, max(1, round(sequences * length / copies / tokens)))
+    return reached, step_flops(model.hf_config, sequences, length) / (ranks * gpu.peak_flops * reached)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTraffic:
+    """What the streams of trajectories hold while no shard takes any, if all answers are as long as they may
+    be."""
+
+    stream_mib: int
+    steps: float
+    seconds: float | None
+    """Seconds in which the learner trains on as much; None where its GPU is of no known kind."""
+
+    @property
+    def remedy(self) -> str:
+        """Say what to set where that is less than a step or `FEW_S`; empty where it is enough."""
+        enough = max(2 / self.steps, FEW_S / self.seconds if self.seconds else 0.0)
+        if self.steps >= 1 and (self.seconds is None or self.seconds >= FEW_S):
+            return ""
+        return f"set bus.streams.trajectories_mib={math.ceil(enough * self.stream_mib)}, or actors wait soon"
+
+
+def held_traffic(config: RunConfig, hf_config: PretrainedConfig, gpu: Gpu | None) -> HeldTraffic:
+    """Return how long the streams of trajectories take what actors send while storage is away."""
+    length, stream_mib = config.sampling.max_new_tokens, config.bus.streams.trajectories_mib
+    sequences = config.admission.groups_per_step * config.admission.samples_per_prompt
+    steps = (stream_mib << 20) / (sequences * length * trajectory_token_bytes(config, hf_config))
+    if gpu is None:
+        return HeldTraffic(stream_mib, steps, None)
+    tokens = max(config.learner.batch.token_budget, length)
+    _, step_s = _training(config, model_of(config, hf_config), gpu, sequences, length, tokens)
+    return HeldTraffic(stream_mib, steps, steps * step_s)
 
 
 def trajectory_token_bytes(config: RunConfig, hf_config: PretrainedConfig) -> int:

@@ -71,11 +71,34 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
 
     settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)
+    await asyncio.to_thread(say_streams, config, settings.model_directory)
     async with traced(config.metrics, run=config.run, role="learner"):
         progress = await run(bus, settings, demonstrations, stop, begin=record)
     if progress is not None:
         written = {"export": str(directory.export)} if progress.stage == "done" else {}
         log.info("learner_ends", stage=progress.stage, step=progress.step, **written)
+
+
+def say_streams(config: RunConfig, model: Path) -> None:
+    """Log, on rank 0 alone, how much traffic the streams of trajectories hold."""
+    import torch
+
+    from launch.plan.plan import held_traffic, run_hf_config
+    from learner.distributed.process_group import world_rank
+    from learner.metrics.gpus import gpu_named
+    from learner.model_directories.model_directory import load_hf_config
+
+    if world_rank() or not config.learner.steps:
+        return
+    gpu = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    hf_config = load_hf_config(model) if model.is_dir() else run_hf_config(config)
+    held = held_traffic(config, hf_config, gpu)
+    figures = {"mib": held.stream_mib, "steps": round(held.steps, 1)}
+    figures |= {} if held.seconds is None else {"seconds": round(held.seconds)}
+    if held.remedy:
+        log.warning("trajectory_streams_hold_little", **figures, remedy=held.remedy)
+    else:
+        log.info("trajectory_streams_hold", **figures)
 
 
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:

@@ -2,21 +2,25 @@
 
 import gc
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from bus.codec import encode
+from bus.config import BusConfig, StreamsConfig
 from bus.errors import ConfigError
 from launch.cli.main import main
 from launch.plan.memory import Model, checkpoint_bytes, learner_rank
-from launch.plan.plan import Question, plan, trajectory_token_bytes
+from launch.plan.plan import Question, held_traffic, plan, trajectory_token_bytes
 from launch.plan.report import plan_lines
 from launch.plan.sizes import adapter_elements, kv_bytes, weights_of
+from launch.services.learner import say_streams
 from launch.settings.run_config import resolve
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.learner import LearnerConfig
@@ -335,6 +339,34 @@ def test_bytes_of_a_token_are_those_of_an_encoded_trajectory(
     engine = {"type": "sglang", "routed_experts": bool(layers)}
     config = run_of(hf_config, tmp_path, actors={"engine": engine})
     assert trajectory_token_bytes(config, hf_config) == token_bytes
+
+
+def test_a_start_says_how_many_seconds_of_trajectories_the_streams_hold_and_warns_of_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, model = run_of(SMALL, tmp_path), tmp_path / "config"
+    SMALL.save_pretrained(model)
+    on_h200 = held_traffic(config, SMALL, GPUS["h200"])
+    step_bytes = (
+        13
+        * config.sampling.max_new_tokens
+        * (config.admission.groups_per_step * config.admission.samples_per_prompt)
+    )
+    assert on_h200.steps == pytest.approx(GIB / step_bytes)
+    at_full_length = replace(asked(1), prompt_tokens=0, answer_tokens=config.sampling.max_new_tokens)
+    assert on_h200.seconds == pytest.approx(on_h200.steps * plan(config, SMALL, at_full_length).step_s)
+    few = config.model_copy(update={"bus": BusConfig(streams=StreamsConfig(trajectories_mib=16))})
+    assert held_traffic(few, SMALL, GPUS["h200"]).remedy
+    for started, seconds, said in ((config, 1e3, "hold"), (few, 29.9, "hold_little")):
+        held = replace(held_traffic(started, SMALL, None), seconds=seconds)
+        monkeypatch.setattr("launch.plan.plan.held_traffic", lambda *_, held=held: held)
+        with capture_logs() as logged:
+            say_streams(started, model)
+        [line] = logged
+        assert line["event"] == f"trajectory_streams_{said}"
+        assert line["seconds"] == round(seconds)
+    enough = int(line["remedy"].split("=")[1].split(",")[0])
+    assert enough == math.ceil(16 * 30 / 29.9)
 
 
 def test_streams_hold_seconds_of_traffic_and_less_than_a_step_is_told_with_the_remedy(tmp_path: Path):
