@@ -56,7 +56,7 @@ class ObjectStore:
         """End it at once, with all that it keeps."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     def _ask(self, method: str, path: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 async def suspend(pid: int) -> None:
     """Return once the process has stopped: the signal takes a moment."""
     os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not _stopped(pid):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
 

@@ -18,7 +18,7 @@ from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from learner.initial.scratch_model import character_tokenizer
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 TOKENIZER = character_tokenizer()
 SAMPLED = Sampling(max_new_tokens=12)
 PROMPTS = 4

@@ -34,7 +34,7 @@ async def test_the_status_of_an_actor_says_what_its_engine_does_before_it_serves
         return engine
 
     async def until_said(doing: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await heard.get()).doing != doing:
                 continue
 

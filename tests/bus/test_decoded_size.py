@@ -187,6 +187,6 @@ async def handled(bus: Bus, *, good: int) -> int:
             stop.set()
 
     inbox = Inbox(bus, "TRAJECTORIES", "shard-0")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await consume_batches(inbox, bus, TrajectoryBatch, take, stop=stop, limit=4)
     return len(seen)

@@ -58,7 +58,7 @@ async def test_each_shard_has_a_stream_which_fills_alone(bus: Bus):
         )
         for name in ("a", "b")
     ]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not publisher.counts.refused_full:  # noqa: ASYNC110 - it has no event for it
             await asyncio.sleep(0.01)
         await publisher.publish(bus.subject("trajectories", 0), bytes(MIB // 2), message_id="other")
@@ -120,7 +120,7 @@ async def test_a_thousand_actors_may_wait_on_one_queue(bus: Bus):
         request = b'{"batch": 1, "expires": 30000000000}'
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.rollout"
         await bus.client.publish(subject, request, reply=f"{inbox}.{n}")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await bus.js.consumer_info(stream, "rollout")).num_waiting < 1000:
             pass
 

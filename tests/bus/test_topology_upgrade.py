@@ -44,7 +44,7 @@ async def test_streams_and_consumers_of_an_older_build_get_the_settings_of_this_
         assert known.num_pending == 1
         await bus.js.publish(bus.subject("tasks", "rollout", 7), b"as of this build")
         inbox, taken = Inbox(bus, "TASKS", "rollout"), []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(taken) < 2:  # one may arrive before the other
                 taken += await inbox.take(2)
 

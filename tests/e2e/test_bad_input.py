@@ -372,7 +372,7 @@ def test_a_run_that_is_interrupted_again_and_again_goes_on_where_it_was(tmp_path
         assert process.returncode == 0, stderr
         assert "Stopped. The same command takes the run up again." in stdout
         assert json.loads((tmp_path / "small" / "summary.json").read_text())["steps"] < 6
-        assert psutil.wait_procs(started, timeout=5)[1] == []
+        assert psutil.wait_procs(started, timeout=30)[1] == []
 
     with local(tmp_path) as process:  # the second Ctrl-C comes while the first waits for actors that hang
         says(process, "actor-")
@@ -384,7 +384,7 @@ def test_a_run_that_is_interrupted_again_and_again_goes_on_where_it_was(tmp_path
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 130
-    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert psutil.wait_procs(started, timeout=30)[1] == []
 
     with local(tmp_path, "--learner.optimizer.lr", "0.00021") as process:
         stdout, stderr = process.communicate(timeout=300)

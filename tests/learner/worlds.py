@@ -70,10 +70,10 @@ class _World:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(10)
+            process.join(60)
             if process.is_alive():
                 process.kill()
-                process.join(10)
+                process.join(60)
 
     def run(self, work: Callable[..., Any], *args: object) -> list[Any]:
         for pipe in self._pipes:

@@ -158,7 +158,7 @@ async def test_the_role_is_renewed_while_a_large_ledger_is_opened(bus: Bus, tmp_
 
 async def test_storage_is_ready_once_its_dispatcher_and_shards_answer(bus: Bus, tmp_path: Path):
     with capture_logs() as said:
-        async with storage(bus, make_settings(tmp_path, "sort 21")), asyncio.timeout(20):
+        async with storage(bus, make_settings(tmp_path, "sort 21")), asyncio.timeout(60):
             await until(lambda: any(line["event"] == "storage_ready" for line in said))
             request = StepGroupsRequest(step=0)
             await bus.request(bus.subject("rpc", "step_groups"), request, StepGroups, timeout_s=1)
@@ -175,7 +175,7 @@ async def test_storage_whose_files_cannot_be_opened_is_never_ready_and_names_the
     blocked = settings.run.path / name
     blocked.mkdir(parents=True)
     with capture_logs() as said, pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await run_storage(bus, settings, asyncio.Event())
     assert not any(line["event"] == "storage_ready" for line in said)
     errors = [for_user(error) for error in leaves(caught.value)]

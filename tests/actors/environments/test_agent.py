@@ -315,7 +315,7 @@ async def test_stop_ends_what_runs_in_its_time_and_begins_nothing_that_waits(age
         rollouts = [asyncio.create_task(environment.run(TASK, agent.policy)) for _ in range(4)]
         await until(lambda: pids.exists() and pids.read_text().count(" ") == 2, "two programs")
         stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [HandBackError] * 4
         with pytest.raises(HandBackError, match=r"no program was started for task g00000000\.0"):

@@ -48,7 +48,7 @@ async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):
 
 
 async def test_an_answer_that_is_scored_later_has_no_reward_yet(tokenizer):
-    environment = SingleTurn(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    environment = SingleTurn(Scorer("later", timeout_s=60, reward=lambda answer: LATER))
     policy = policy_saying(tokenizer, "42<|end|>")
     episode = await environment.run(Task(task_id="t", prompt="40+2="), policy)
     assert [(t.reward, t.reward_due) for t in episode.trajectories] == [(0.0, True)]
@@ -204,7 +204,7 @@ async def test_a_users_environment_that_never_returns_ends_its_rollout_as_timeou
     monkeypatch.setattr(plugin, "CLOSE_S", 0.01)
     config = PluginEnvironmentConfig(type="plugin", environment="users_own:Endless", rollout_timeout_s=0.01)
     environment = build_environment(config)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for working, what in (
             (environment.run(Task(task_id="t", prompt="a"), policy=None), "a rollout of t"),
             (environment.score_group({}), "a group's rewards"),
@@ -228,7 +228,7 @@ async def test_a_users_environment_hears_of_the_stop_and_hands_its_rollouts_back
         rollout = asyncio.create_task(environment.run(Task(task_id="t", prompt="a"), policy=None))
         stop.set()
         with pytest.raises(HandBackError, match="not done"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await rollout
     monkeypatch.setattr(Troubled, "trouble", KeyError("mine"))
     with pytest.raises(ConfigError, match="users_own:Long: stop_with raised KeyError"):

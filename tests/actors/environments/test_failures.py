@@ -16,7 +16,7 @@ from actors.rewards.scoring.scorers import Scorer
 from actors.settings.groups import FailureLimitsConfig
 from bus.errors import ConfigError
 
-ONE = SingleTurn(Scorer("exact", timeout_s=1))
+ONE = SingleTurn(Scorer("exact", timeout_s=60))
 WORKED = {0: FailedEpisode("completed", "")}
 FAILED = {0: FailedEpisode("environment_error", "")}
 AT_ONCE = FailureLimitsConfig(rollouts=6, at_least=3, after_s=0)

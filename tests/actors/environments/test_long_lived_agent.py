@@ -169,7 +169,7 @@ for n in itertools.count():
 """
     async with running(tmp_path, program, program_timeout_s=0.5) as agent:
         with pytest.raises(EpisodeError, match=r"it took no task for .* s, and was ended"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await agent.run()
 
 
@@ -206,7 +206,7 @@ reward = float(ask(task) == task["label"])
 post(task["reward_url"], {{"reward": reward}})
 """
     async with running(tmp_path, program + PLAY, programs_at_once=2) as agent:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await asyncio.gather(agent.run(0), agent.run(1))
     assert len(list(seen.iterdir())) == 2
 
@@ -244,7 +244,7 @@ async def test_stop_gives_back_what_is_played_and_what_nobody_took(tmp_path: Pat
         rollouts = [agent.rollout(0), agent.rollout(1)]
         await until(taken.exists, "a task that is taken")
         stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [HandBackError] * 2
 

@@ -216,7 +216,7 @@ def test_results_within_the_answer_need_calls_that_stop_it():
 
 
 async def test_a_reward_that_comes_later_is_refused_since_an_episode_may_have_several_trajectories(tokenizer):
-    scoring = AnswerScoring(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    scoring = AnswerScoring(Scorer("later", timeout_s=60, reward=lambda answer: LATER))
     config = ToolsConfig.model_validate({"type": "tools", "tools": [{"type": "calculator"}]})
     environment = ToolChat(config, {"calculator": Calculator("calculator")}, scoring)
     with pytest.raises(RewardError, match="one trajectory an episode"):

@@ -37,6 +37,6 @@ async def does_what_a_sandbox_does(sandbox):
         pass
     task.cancel()
     await asyncio.wait([task])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while (await shell(sandbox, "grep -l 'sleep.7[7]' -a /proc/[0-9]*/cmdline")).stdout:
             pass

@@ -131,7 +131,7 @@ async def test_what_a_service_has_started_is_ended_where_nobody_waits_for_it_any
     async with backend_of() as (backend, service):
         service.answers.clear()
         starting = asyncio.create_task(backend.start(None, SandboxLimits()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not service.sandboxes:  # noqa: ASYNC110 - the service has no event for it
                 await asyncio.sleep(0.01)
         starting.cancel()

@@ -110,7 +110,7 @@ async def test_the_end_of_one_sandbox_that_fails_keeps_no_other_alive(monkeypatc
         await backend.start(None, SandboxLimits())
         [first] = server._lent.values()
         first.opened.push_async_callback(fails)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await unlent(server)
             await backend.start(None, SandboxLimits())
             await unlent(server)

@@ -126,7 +126,7 @@ async def served(answering: Answering = lambda _: "fine", **settings: object) ->
 async def until(condition: Callable[[], bool], what: str) -> None:
     """Let the event loop turn until the condition holds."""
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - engine and session have no event for it
                 await asyncio.sleep(0.001)
     except TimeoutError:

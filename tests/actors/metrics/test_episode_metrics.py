@@ -58,7 +58,7 @@ async def test_an_actor_records_the_numbers_of_its_episodes(bus):
     engine = ScriptedEngine(answer_with("0"), policy_version=4)
     await engine.start()
     rewards = iter([0.0, 0.5, 1.0])
-    environment = SingleTurn(Scorer("scripted", timeout_s=5, reward=lambda answer: next(rewards)))
+    environment = SingleTurn(Scorer("scripted", timeout_s=60, reward=lambda answer: next(rewards)))
     actor = Actor(bus, engine, environment)
     await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=GROUPS)
     await engine.close()

@@ -81,7 +81,7 @@ async def test_a_reward_of_ones_own_says_that_the_answer_is_to_blame():
             raise AnswerFaultError("it is no JSON", reward=-2.0)
         return 1.0
 
-    scorer = Scorer("mine", timeout_s=5, reward=score)
+    scorer = Scorer("mine", timeout_s=60, reward=score)
     assert await scorer.scored(answer("broken")) == Scored(-2.0, fault="it is no JSON")
     assert await scorer.scored(answer("fine")) == Scored(1.0)
     bad = Scorer(
@@ -113,14 +113,14 @@ def own(answer):
 
 @pytest.mark.parametrize(("text", "said"), [("words", "ValueError"), ("nothing", "None"), ("nan", "nan")])
 async def test_a_reward_of_ones_own_that_fails_on_an_answer_alone_gives_the_lowest(text, said):
-    scorer = Scorer("mine", timeout_s=5, reward=own, lowest=-1.0)
+    scorer = Scorer("mine", timeout_s=60, reward=own, lowest=-1.0)
     found = await scorer.scored(answer(text, "42"))
     assert (found.reward, said in found.fault) == (-1.0, True)
     assert await scorer.score(answer("3", "words")) == 3.0
     with pytest.raises(RewardError, match=said):  # the label is no number either: the reward is wrong
         await scorer.scored(answer(text, "words"))
     with pytest.raises(RewardError, match=said):  # the settings leave such answers out
-        await Scorer("mine", timeout_s=5, reward=own).scored(answer(text, "42"))
+        await Scorer("mine", timeout_s=60, reward=own).scored(answer(text, "42"))
 
 
 async def test_a_reward_of_ones_own_that_hangs_on_an_answer_alone_gives_the_lowest():
@@ -138,7 +138,7 @@ async def test_a_reward_that_fails_once_is_asked_again_and_one_that_says_why_is_
             raise ConnectionError
         return 1.0
 
-    assert await Scorer("mine", timeout_s=5, reward=flaky, lowest=-1.0).score(answer("a", "b")) == 1.0
+    assert await Scorer("mine", timeout_s=60, reward=flaky, lowest=-1.0).score(answer("a", "b")) == 1.0
     assert calls == ["a", "b", "a"]
 
     def away(answer):
@@ -146,7 +146,7 @@ async def test_a_reward_that_fails_once_is_asked_again_and_one_that_says_why_is_
         raise RewardError("the database is away")
 
     with pytest.raises(RewardError, match="the database is away"):
-        await Scorer("mine", timeout_s=5, reward=away, lowest=-1.0).score(answer("c", "d"))
+        await Scorer("mine", timeout_s=60, reward=away, lowest=-1.0).score(answer("c", "d"))
     assert calls[3:] == ["c"]
 
 
@@ -160,7 +160,7 @@ async def test_a_reward_whose_server_is_away_blames_no_answer_though_it_knows_th
             raise ConnectionRefusedError
         return 0.5
 
-    scorer = Scorer("mine", timeout_s=5, reward=embeds, lowest=0.0)
+    scorer = Scorer("mine", timeout_s=60, reward=embeds, lowest=0.0)
     with pytest.raises(RewardError, match="ConnectionRefusedError"):  # nothing says that there is a server
         await scorer.scored(answer("odd", "right"))
     assert await scorer.score(answer("nearly", "right")) == 0.5
@@ -174,7 +174,7 @@ async def test_an_answer_that_cannot_be_scored_is_worth_no_more_than_a_wrong_one
     def distance(answer):
         return -abs(float(answer.text) - 3)
 
-    scorer = Scorer("mine", timeout_s=5, reward=distance, lowest=0.0)
+    scorer = Scorer("mine", timeout_s=60, reward=distance, lowest=0.0)
     assert await scorer.score(answer("30", "3")) == -27.0
     assert await scorer.score(answer("words", "3")) == -27.0
 
@@ -283,8 +283,8 @@ async def test_no_answer_is_scored_before_the_label_is_read(name, label, metadat
 @pytest.mark.parametrize(("text", "reward"), [("so it is 72", 1.0), ("so it is 54", 0.0), ("none", 0.0)])
 async def test_a_label_of_gsm8k_is_read_as_its_last_number(text, reward):
     label = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
-    assert await Scorer("last_number", timeout_s=5).score(answer(text, label)) == reward
-    assert await Scorer("dapo", timeout_s=5).score(answer(f"Answer: {text[-2:]}", label)) == 2 * reward - 1
+    assert await Scorer("last_number", timeout_s=60).score(answer(text, label)) == reward
+    assert await Scorer("dapo", timeout_s=60).score(answer(f"Answer: {text[-2:]}", label)) == 2 * reward - 1
     math = Scorer.from_config("math", RewardConfig(reward="math"))
     assert (
         await math.score(answer(rf"\boxed{{{text[-2:]}}}" if reward or "54" in text else text, label))
@@ -303,7 +303,7 @@ async def test_answers_that_make_a_group_reward_fail_have_the_lowest_and_the_oth
     def group_of(*texts, label="8"):
         return [answer(text, label) for text in texts]
 
-    scorer = GroupScorer("mine", timeout_s=5, reward=longest_number, lowest=-1.0)
+    scorer = GroupScorer("mine", timeout_s=60, reward=longest_number, lowest=-1.0)
     with pytest.raises(RewardError, match="could not convert"):  # nothing says that it ever works
         await scorer.scored(group_of("words", "more words"))
     first, second, third = await scorer.scored(group_of("4", "words", "2"))
@@ -314,7 +314,7 @@ async def test_answers_that_make_a_group_reward_fail_have_the_lowest_and_the_oth
     with pytest.raises(RewardError, match="could not convert"):  # the label is no number either
         await scorer.scored(group_of("4", "words", label="a label"))
     with pytest.raises(RewardError, match="could not convert"):  # the settings leave such answers out
-        await GroupScorer("mine", timeout_s=5, reward=longest_number).scored(group_of("4", "words"))
+        await GroupScorer("mine", timeout_s=60, reward=longest_number).scored(group_of("4", "words"))
     configured = RewardConfig(group_reward=f"{__name__}:longest_number", unfinished_reward=-3.0)
     assert (await GroupScorer.from_config(configured).scored(group_of("4", "words")))[1].reward == -3.0
 
@@ -342,7 +342,7 @@ async def test_a_group_reward_of_the_host_or_of_all_answers_together_blames_none
     for reward, said in (
         (away, "no server"), (by_sum, "too much"), (itself, "the database is away"), (away_later, "both"),
     ):  # fmt: skip
-        scorer = GroupScorer("mine", timeout_s=5, reward=reward, lowest=-1.0)
+        scorer = GroupScorer("mine", timeout_s=60, reward=reward, lowest=-1.0)
         with pytest.raises(RewardError, match=said):
             await scorer.scored([answer("11", "1"), answer("12", "1")])
 
@@ -358,7 +358,7 @@ async def test_what_an_answer_does_to_the_host_is_told_from_a_server_that_is_awa
             raise error
         return [0.0 for _ in answers]
 
-    scorer = GroupScorer("mine", timeout_s=5, reward=by_server, lowest=-1.0)
+    scorer = GroupScorer("mine", timeout_s=60, reward=by_server, lowest=-1.0)
     assert len(await scorer.scored([answer("11", "1"), answer("12", "1")])) == 2
     tricky = [answer("11", "1"), answer("http://nobody", "1")]
     assert [one.reward for one in await scorer.scored(tricky)] == [0.0, -1.0]

@@ -19,7 +19,7 @@ PARTS = {"right": 1, "format": np.float32(0.5)}
 
 
 async def scored(returned, **weights):
-    scorer = Scorer("mine", timeout_s=5, reward=lambda _: returned, weights=weights)
+    scorer = Scorer("mine", timeout_s=60, reward=lambda _: returned, weights=weights)
     return await scorer.scored(answer())
 
 
@@ -161,6 +161,6 @@ async def test_a_group_reward_that_raises_or_hangs_is_an_error():
         await asyncio.Event().wait()
 
     with pytest.raises(RewardError, match=r"raised KeyError\('mine'\)"):
-        await GroupScorer("mine", timeout_s=5, reward=wrong).scored([answer()])
+        await GroupScorer("mine", timeout_s=60, reward=wrong).scored([answer()])
     with pytest.raises(RewardError, match=r"no result within 0.1 s"):
         await GroupScorer("mine", timeout_s=0.1, reward=hang).scored([answer()])

@@ -213,7 +213,7 @@ async def test_tests_that_are_wrong_fail_the_rollout_with_the_name_of_its_prompt
 async def until_running(reward, count):
     """Return the programs of the sandbox once there are so many that have nothing open but their streams."""
     server = psutil.Process(reward._sandbox._server.process.pid)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             found = [p for p in server.children(recursive=True) if p.ppid() != server.pid]
             if len(found) == count and all(p.num_fds() <= 5 for p in found):

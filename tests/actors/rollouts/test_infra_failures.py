@@ -63,7 +63,7 @@ class Breaking:
     def __init__(self, share: float) -> None:
         self._share = share
         self._tries: Counter[str] = Counter()
-        self._inner = SingleTurn(Scorer("mine", timeout_s=5, reward=self._reward))
+        self._inner = SingleTurn(Scorer("mine", timeout_s=60, reward=self._reward))
 
     async def _reward(self, answer):
         return solved(answer.task_id)
@@ -154,7 +154,7 @@ class FailingAtFirst:
     def __init__(self, times, end=None):
         self._times, self._end = times, end
         self.seeds: dict[str, list[int]] = {}
-        self._inner = SingleTurn(Scorer("mine", timeout_s=5, reward=lambda answer: 1.0))
+        self._inner = SingleTurn(Scorer("mine", timeout_s=60, reward=lambda answer: 1.0))
 
     async def run(self, task, policy):
         seeds = self.seeds.setdefault(task.task_id, [])
@@ -210,7 +210,7 @@ def test_the_fraction_is_that_of_recent_episodes(monkeypatch):
 def grouped(reward, own=lambda answer: float(answer.task_id.endswith(".1"))):
     """Single turns, whose rewards a group reward makes from those that the answers have alone."""
     return SingleTurn(
-        Scorer("own", timeout_s=5, reward=own), GroupScorer("group", timeout_s=5, reward=reward)
+        Scorer("own", timeout_s=5, reward=own), GroupScorer("group", timeout_s=60, reward=reward)
     )
 
 
@@ -232,8 +232,8 @@ async def test_an_answer_that_makes_a_group_reward_fail_is_trained_on_with_the_l
         return [1.0 for _ in answers]
 
     environment = SingleTurn(
-        Scorer("own", timeout_s=5, reward=lambda answer: 0.5),
-        GroupScorer("group", timeout_s=5, reward=checked, lowest=-1.0),
+        Scorer("own", timeout_s=60, reward=lambda answer: 0.5),
+        GroupScorer("group", timeout_s=60, reward=checked, lowest=-1.0),
     )
     actor, lease = Actor(bus, engine, environment), make_lease(0, samples=3, policy_version=4)
     other = replace(lease, prompt=replace(lease.prompt, label="1"))  # the engine answers 0
@@ -277,7 +277,7 @@ class OwnGroups:
 
     def __init__(self, scored):
         self._scored = scored
-        self._inner = SingleTurn(Scorer("mine", timeout_s=5, reward=lambda answer: 1.0))
+        self._inner = SingleTurn(Scorer("mine", timeout_s=60, reward=lambda answer: 1.0))
 
     async def run(self, task, policy):
         return await self._inner.run(task, policy)
@@ -322,7 +322,7 @@ async def test_a_spent_budget_ends_the_run_and_says_so(bus, engine):
     def spent(answer):
         raise BudgetSpentError("reward judge: the budget max_calls=3 of this actor is spent")
 
-    actor = Actor(bus, engine, SingleTurn(Scorer("judge", timeout_s=5, reward=spent)))
+    actor = Actor(bus, engine, SingleTurn(Scorer("judge", timeout_s=60, reward=spent)))
     lease = encode(make_lease(0, samples=1, policy_version=4))
     await Publisher(bus).publish(bus.subject("tasks", "rollout"), lease, message_id="0")
     async with asyncio.timeout(TIMEOUT_S):

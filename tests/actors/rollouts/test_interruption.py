@@ -107,7 +107,7 @@ async def stopped_at_the_end(worker: Worker):
         yield
     finally:
         stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await task
 
 

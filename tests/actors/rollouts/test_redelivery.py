@@ -45,7 +45,7 @@ class Scripted:
         self.released = asyncio.Event()
         self._held = held
         self._lethal = lethal
-        self._inner = SingleTurn(Scorer("one", timeout_s=5, reward=lambda answer: 1.0))
+        self._inner = SingleTurn(Scorer("one", timeout_s=60, reward=lambda answer: 1.0))
 
     async def run(self, task, policy):
         self.began.append(task.task_id)

@@ -29,7 +29,7 @@ from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 TOKENIZER = character_tokenizer()
 
 
@@ -162,7 +162,7 @@ async def test_a_filter_that_fails_rejects_its_group_and_ends_nothing(bus, engin
 
 
 async def test_a_group_whose_reward_comes_later_is_published_without_it_and_past_the_filter(bus, engine):
-    environment = SingleTurn(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    environment = SingleTurn(Scorer("later", timeout_s=60, reward=lambda answer: LATER))
     actor = Actor(bus, engine, environment, keep="zero_variance")
     lease = replace(make_lease(2, samples=2, policy_version=4), run="ours")
     [batch] = await actor.roll_out(lease, result=GROUPS)
@@ -176,7 +176,7 @@ async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, eng
         calls.append(answer.task_id)
         return float("nan") if len(calls) == 1 else 1.0
 
-    environment = SingleTurn(Scorer("fails_once", timeout_s=5, reward=fails_once))
+    environment = SingleTurn(Scorer("fails_once", timeout_s=60, reward=fails_once))
     actor = Actor(bus, engine, environment)
     [rejection] = await actor.roll_out(make_lease(0, samples=1, policy_version=4), result=REJECTED)
     assert rejection.reason == "rollout_failed"
@@ -190,7 +190,7 @@ async def test_a_reward_that_is_never_a_number_ends_the_run_and_shows_few_of_its
 ):
     monkeypatch.setattr("actors.environments.failures.MOST_INVALID_REWARDS", 6)
     answers = iter([None, {}, 1.0, *["0.5"] * 20])
-    environment = SingleTurn(Scorer("wrong", timeout_s=5, reward=lambda _: next(answers)))
+    environment = SingleTurn(Scorer("wrong", timeout_s=60, reward=lambda _: next(answers)))
     actor = Actor(bus, engine, environment)
     for n in range(10):
         lease = encode(make_lease(n, samples=1, policy_version=4))

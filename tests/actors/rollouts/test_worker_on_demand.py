@@ -32,7 +32,7 @@ from tests.actors.gateway.served import TOKENIZER, script
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def worker_of(bus, engine, environment, kv_tokens=lambda: None) -> Worker:

@@ -144,7 +144,7 @@ async def test_a_program_that_ends_is_not_stopped_on_its_way_out():
         _, other = await sandbox.run_joined(wait, SLOW_TO_GO + "os._exit(3)")
         assert (other.end, other.status) == ("exited", 3)
         task = asyncio.create_task(sandbox.run_joined(wait, SLOW_TO_GO + "time.sleep(99)"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             held = []
             while not held:
                 held = [one for one in programs_of(sandbox) if holds_memory(one)]
@@ -193,7 +193,7 @@ async def test_the_host_killing_one_of_two_programs_says_nothing_about_the_model
         wait = "import os\nos.read(3, 9)"
         task = asyncio.create_task(sandbox.run_joined(wait, "import time\ntime.sleep(99)"))
         server = sandbox._server.process.pid
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 found = [one for one in programs_of(sandbox) if one.ppid() != server]
                 if len(found) == 2 and all(one.num_fds() <= 4 for one in found):
@@ -299,7 +299,7 @@ def programs_of(sandbox):
 
 async def until_running(sandbox):
     """Return the watching process and the program's, once the program has nothing open but its streams."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(found := programs_of(sandbox)) < 2 or found[1].num_fds() > 3:  # noqa: ASYNC110  # it is no task
             await asyncio.sleep(0.01)
     return found

@@ -83,7 +83,7 @@ async def test_a_server_that_episodes_share_is_started_again_when_it_hangs(monke
 
 async def kept_by(tools):
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             return (await tools["keep"].call({"text": "z"})).text
     except TimeoutError:
         return None
@@ -132,13 +132,13 @@ async def test_a_servers_tools_are_called_over_http():
         [tool] = build_tools([McpConfig(url=f"http://127.0.0.1:{port}/mcp", allowed=("add",))]).values()
         assert await tool.call({"a": 2, "b": 3}) == ToolResult("5")
         process.kill()
-        process.wait(10)
+        process.wait(60)
         with pytest.raises(ToolError):
             await tool.call({"a": 2, "b": 3})
         await tool.close()
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def await_port(port, process):

@@ -26,7 +26,7 @@ from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
 pytestmark = pytest.mark.nats
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 class Recording(ScriptedEngine):

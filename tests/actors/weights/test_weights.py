@@ -13,7 +13,7 @@ from bus.streams.publish import Publisher
 from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 async def publish(bus, version, *, incarnation="one", stage="rl", announce=True, adapted=None):

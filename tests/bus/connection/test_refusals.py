@@ -31,7 +31,7 @@ async def test_message_that_its_handler_refuses_is_set_aside_and_the_next_one_ha
 
     for n in range(2):
         await bus.js.publish(bus.subject("tasks", "rollout"), encode(make_lease(n)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await consume(Inbox(bus, "TASKS", "rollout"), bus, Lease, handle, stop=stop, concurrency=1)
     letter = decode((await bus.js.get_msg(bus.topology.stream("DEAD"), 1)).data or b"", DeadLetter)
     assert letter.reason == "lease 0 kills"
@@ -49,6 +49,6 @@ async def test_message_that_is_handed_back_comes_again_at_once_and_says_how_ofte
         stop.set()
 
     await bus.js.publish(bus.subject("tasks", "rollout"), encode(make_lease(0)))
-    async with asyncio.timeout(10):  # the ack wait is 30 s
+    async with asyncio.timeout(25):  # the ack wait is 30 s
         await consume_received(Inbox(bus, "TASKS", "rollout"), bus, Lease, handle, stop=stop, concurrency=1)
     assert deliveries == [1, 2, 3]

@@ -143,7 +143,7 @@ async def _takes_a_task(bus: Bus, creds: Path, url: str) -> None:
     async with Bus.connect(BusConfig(url=url, creds=creds), RUN, name="actor") as actor:
         await Publisher(bus).publish(bus.subject("tasks", "rollout", 2), url.encode(), message_id=url)
         inbox, found = Inbox(actor, "TASKS", "rollout"), set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while url.encode() not in found:
                 for raw in await inbox.take(1):  # the pull is over then: no later task goes to this actor
                     found.add(raw.data)
@@ -246,7 +246,7 @@ async def test_what_a_stream_answers_is_neither_a_request_nor_a_notice(
         for subject in ("rpc.data", "notice.x"):
             request = f"{prefix}$JS.API.DIRECT.GET.{RUN}-FILES.{stored}"
             await learner.publish(request, b"", reply=f"sluice.{RUN}.{subject}")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while storage.state.messages_refused < 2:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.01)
     assert handled == []

@@ -68,7 +68,7 @@ async def until(found: Callable[[], object], timeout_s: float = 20.0) -> None:
 
 async def until_held(bus: Bus, key: str, message: RunRecord | RoleHolder | Pace) -> None:
     """Return when `message` is what lies under the key."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await bus.holds(key, message):  # noqa: ASYNC110 - what other processes do has no event
             await asyncio.sleep(0.02)
 

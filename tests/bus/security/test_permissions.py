@@ -138,7 +138,7 @@ async def test_no_role_hears_what_readers_of_weights_ask_but_the_learner(role: s
 
 
 async def test_storage_hears_actors_and_tells_them_the_pace(as_role: As):
-    async with as_role("storage") as storage, as_role("actor") as actor, asyncio.timeout(10):
+    async with as_role("storage") as storage, as_role("actor") as actor, asyncio.timeout(60):
         heard = asyncio.Event()
         await storage.listen(storage.subject("status", "actor"), Status, lambda _: heard.set())
         await storage.put("pace", Pace(slower=2.0))
@@ -292,7 +292,7 @@ async def test_only_storage_makes_consumers_of_events_or_removes_some(role: str,
 
 async def answered(ask: Callable[[], Awaitable[object]]) -> object:
     """Return the answer as soon as the server knows who serves."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await ask()

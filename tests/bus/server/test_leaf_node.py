@@ -57,7 +57,7 @@ async def test_actor_at_a_leaf_node_works_on_the_streams_of_the_hub(sites: tuple
         await ensure(storage.js, storage.topology, shards=1)
         await storage.create_keys()
         await storage.put("run", HOLDER)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await actor.wait_for("run", RoleHolder, timeout_s=10, hint="the link comes up") == (HOLDER)
             await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
             inbox = Inbox(actor, "TASKS", "rollout")
@@ -102,7 +102,7 @@ async def test_role_at_a_leaf_node_of_a_secured_bus_works_on_the_streams_of_the_
         await storage.create_keys()
         await storage.put("run", HOLDER)
         for domain in (None, "hub"):
-            async with connect("actor", leaf.url, domain) as actor, asyncio.timeout(20):
+            async with connect("actor", leaf.url, domain) as actor, asyncio.timeout(60):
                 assert await actor.wait_for("run", RoleHolder, timeout_s=10, hint="the link") == HOLDER
                 name = f"task-{domain}"
                 tasks = storage.subject("tasks", "rollout", 7)

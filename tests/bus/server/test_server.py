@@ -110,7 +110,7 @@ async def test_server_that_recovers_for_long_is_waited_for_and_said_to_be(
     monkeypatch.setattr(nats_server, "log", SimpleNamespace(warning=lambda event, **_: said.set()))
     server = NatsServer(tmp_path / "nats")
     starting = asyncio.create_task(server.start())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await said.wait()
     assert not starting.done()
     recovered.touch()

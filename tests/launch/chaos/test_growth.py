@@ -199,7 +199,7 @@ async def test_processes_are_sampled_with_their_children():
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await child.stdout.readline()
         lives, values = sample_processes(child.pid)
     finally:

@@ -13,7 +13,7 @@ from bus.process.child_process import module_command
 from soak.local_run import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ async def rolling_out(bus: Bus, run: RunDirectory):
     answers = itertools.count(10)
     engine = ScriptedEngine(lambda tokens: [*digits(next(answers)), TOKENIZER.eos_token_id])
     await engine.start()
-    environment = SingleTurn(Scorer("one", timeout_s=5, reward=lambda answer: 1.0 / float(answer.text)))
+    environment = SingleTurn(Scorer("one", timeout_s=60, reward=lambda answer: 1.0 / float(answer.text)))
     parts = {"share_after_s": None, "account": run.path / ACTORS}
     worker = make_worker(bus, engine, environment, max_new_tokens=8, **parts)
     async with running(lambda stop: worker.run(stop, groups_at_once=4)):

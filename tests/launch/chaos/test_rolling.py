@@ -60,7 +60,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 
 async def actors_of(going: RollingRun) -> set[int]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (found := going.local.pids("actors")):  # noqa: ASYNC110 - processes tell nobody
             await asyncio.sleep(0.01)
     return found
@@ -99,7 +99,7 @@ async def test_whether_the_successor_was_ended_is_recorded(
 async def test_a_stop_ends_a_restart_that_waits_and_does_not_count_it(going: Callable):
     run = await going(SUPERVISOR, patience_s=1000.0)
     asyncio.get_running_loop().call_later(0.2, run.stop.set)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(SluiceError, match="stopped before the first restart"):
             await rolling._keep_restarting(run)
     assert run.restarts == []

@@ -16,7 +16,7 @@ from tests.launch.messages import learner, state_of
 
 async def look_until_answered(watch: StatusWatch) -> None:
     """Look as pages do until a question was answered. Raises what one failed by."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not watch.revision:
             watch.look()
             await asyncio.sleep(0)

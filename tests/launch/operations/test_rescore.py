@@ -288,5 +288,5 @@ async def test_own_rewards_are_those_of_the_group_where_the_environment_has_such
 async def test_a_rollout_that_failed_has_no_answer_to_score():
     failed = replace(answered(0, 0, "wrong"), end="environment_error")
     into = Rescored()
-    await rescore([failed], Prompt(content="x"), CHAT, Scorer("exact", timeout_s=1), into)
+    await rescore([failed], Prompt(content="x"), CHAT, Scorer("exact", timeout_s=60), into)
     assert into == Rescored([], [f"{failed.trajectory_id}: its rollout failed: there is no answer"])

@@ -34,7 +34,7 @@ async def given(bus, shard: int, count: int) -> list[RewardGiven]:
     """The rewards that the shard will find, once there are so many."""
     name, subject = bus.topology.stream("OUTCOMES"), bus.subject("outcomes", "rewards", shard)
     arrived: list = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(arrived) < count:
             state = (await bus.js.stream_info(name)).state
             raws = [await bus.js.get_msg(name, n) for n in range(max(1, state.first_seq), state.last_seq + 1)]
@@ -68,7 +68,7 @@ async def test_lines_of_a_pipe_are_given_as_they_come_until_it_is_stopped(bus, w
             pipe.write(line(f"g00000000.{n}", n))
             assert len(await given(bus, 0, n + 1)) == n + 1
         stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert (await giving).taken == 3
 
 

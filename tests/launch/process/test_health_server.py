@@ -37,7 +37,7 @@ def numbers(text: str) -> dict[tuple[str, str], float]:
 
 async def until(url: str, holds: Callable[[int, str], bool]) -> str:
     """Return an answer for which `holds`, asked for from another thread."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds(*(answer := await asyncio.to_thread(get, url))):  # noqa: ASYNC110 - a server has no event for it
             await asyncio.sleep(0.02)
     return answer[1]

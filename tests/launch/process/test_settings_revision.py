@@ -40,7 +40,7 @@ async def statuses(bus: Bus, wanted: bool) -> Status:
 
     heard = await bus.listen(bus.subject("status", "*"), Status, hear)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await found
     finally:
         await heard.unsubscribe()

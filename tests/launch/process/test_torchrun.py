@@ -124,7 +124,7 @@ def test_ranks_die_with_their_agent(tmp_path: Path):
     ranks = psutil.Process(agent.pid).children()
     agent.kill()
     agent.communicate(timeout=30)
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
     assert len(ranks) == 2
     assert not alive
 

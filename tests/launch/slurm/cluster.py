@@ -104,7 +104,7 @@ class Cluster:
         """Kill a node's daemon and all that its jobs run, as when a host loses its power."""
         daemon = self.daemons.pop(name)
         daemon.kill()
-        daemon.wait(10)
+        daemon.wait(60)
         for process in _of_node(self.environment["SLURM_CONF"], name):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -114,7 +114,7 @@ class Cluster:
             self.lose(name)
         for daemon in self.daemons.values():
             daemon.kill()
-            daemon.wait(10)
+            daemon.wait(60)
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def job(here: Path, programs: Callable[..., None]) -> Iterator[Callable[..., Job
     for one in jobs:
         with suppress(ProcessLookupError):  # it ended, and what it started as well
             os.killpg(one.process.pid, signal.SIGKILL)
-        one.process.wait(10)
+        one.process.wait(60)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ async def test_sources_that_change_with_each_step_get_no_figures_without_end(bus
     monkeypatch.setattr("learner.metrics.step_metrics.MOST_FIGURES", 3)
     told = []
     own = {"reward/mean": 0.5, "train/trajectories": 2, "train/response_tokens_mean": 1.0}
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         reporter = StepReporter(bus, "one", tasks, DiagnosticsConfig())
         for step, names in enumerate((["reward_part/right", "source_reward/a"], ["source_reward/b"], "cd")):
             named = [name if "/" in name else f"source_reward/{name}" for name in names]

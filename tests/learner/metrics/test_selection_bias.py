@@ -64,7 +64,7 @@ async def test_learner_hears_actors_and_adds_the_figures_to_those_of_its_steps(b
     await bus.listen(bus.subject(COUNTERS), Metrics, heard.append)
     stop, counts = asyncio.Event(), SampledCounts(trajectories=1)
     step = {"train/trajectories": 2, "train/response_tokens_mean": 10.0, "reward/mean": 1.0}
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         reporter = StepReporter(bus, "one", tasks, DiagnosticsConfig())
         reporter.report("rl", 1, step)
         assert bus.state.metrics == step

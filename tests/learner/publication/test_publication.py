@@ -21,7 +21,7 @@ from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import snapshot_content
 
 pytestmark = pytest.mark.nats
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 def state(version):

@@ -143,7 +143,7 @@ async def test_an_engine_that_adds_adapters_itself_is_given_both_and_then_adapte
     await learner.publisher.start(tmp_path)
     engine, stop = Recording(), asyncio.Event()
     follower = PolicyFollower(bus, engine, served=SERVED)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(follower.run(stop))
         for version in range(3):
             manifest = await learner.publish(version)
@@ -218,7 +218,7 @@ async def test_a_damaged_base_is_stored_again_for_who_cannot_read_it(bus, tmp_pa
     await damage(bus, base, flip=True)
     engine, stop = Recording(), asyncio.Event()
     follower = PolicyFollower(bus, engine)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(learner.publisher.serve(stop))
         tasks.create_task(follower.run(stop))
         await follower.at_least(1)

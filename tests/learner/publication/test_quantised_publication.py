@@ -32,7 +32,7 @@ NAMES = list(FORMATS)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 128}
 """Sizes of a model whose layers have groups of 128 columns."""
 PARTS = ("_packed", "_scale", "_shape")
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 E4M3 = torch.float8_e4m3fn
 
 

@@ -24,7 +24,7 @@ from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_sources import Blobs
 from storage.weights.tensors import HostTensor, SnapshotContent, Weights, snapshot_content
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 WORDS = 400_000
 
 

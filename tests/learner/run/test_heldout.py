@@ -16,7 +16,7 @@ from storage.settings.evaluation import EvaluationSetConfig
 
 pytestmark = pytest.mark.nats
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def manifest(version: int) -> PolicyManifest:

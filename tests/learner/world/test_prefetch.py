@@ -103,7 +103,7 @@ async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bu
             assert learner.progress.step == 0
             stop.set()
             trainer.released.set()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await training
     assert learner.progress.step == 1
 
@@ -125,7 +125,7 @@ async def test_a_damaged_group_is_replaced_by_another_and_the_learner_goes_on(bu
             await has(bus, "TASKS", 5)  # another is rolled out in its place
             stop.set()
             trainer.released.set()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await training
     assert learner.progress.step == 1
     [line] = [line for line in logs if line["event"] == "groups_damaged"]
@@ -152,7 +152,7 @@ async def test_a_failed_publication_ends_a_learner_that_waits_for_groups_of_that
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(2))  # one step, and no group for the next
             with pytest.raises(ExceptionGroup) as ended:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await training
     assert ended.group_contains(FencedError, match="another learner publishes")
     assert learner.progress.step == 1
@@ -183,7 +183,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
             await until(lambda: learner.progress.step == 3 and waits_for_a_batch(learner), seconds=20)
             assert "the rewards within each group were equal in 3 steps in a row" in alarm(learner)
             stop.set()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await training
     assert checkpoints.steps(tmp_path) == [1, 3]  # that of step 2 was left out
 
@@ -211,7 +211,7 @@ async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
             monkeypatch.setattr(learner._checkpoints, "_saving_since", -1.0)  # an hour later
             await send_groups(bus, range(2, 4))
             with pytest.raises(ExceptionGroup) as ended:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await training
     released.set()
     assert ended.group_contains(StorageError, match="is not done after")

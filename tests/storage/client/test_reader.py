@@ -73,7 +73,7 @@ async def test_fetch_outlasts_a_restart_of_storage(bus, tmp_path, connect):
             lease = await reader.lease(1, 0, on_wait=heard.append)
         fetching = asyncio.create_task(reader.fetch(lease.groups, on_wait=heard.append))
         await until(lambda: heard.of("shard 0 does not answer") and heard.of("shard 1 does not answer"))
-        async with serving(bus, tmp_path), asyncio.timeout(20):
+        async with serving(bus, tmp_path), asyncio.timeout(60):
             groups = await fetching
     assert [len(group) for group in groups] == [2, 2]
 
@@ -89,7 +89,7 @@ async def test_batch_waits_with_the_reason_through_a_restart_of_storage(bus, tmp
         await until(lambda: heard.of("storage does not answer: nobody serves"))
         async with serving(bus, tmp_path):
             await send_groups(bus, [3])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 groups = await batch
     assert [[t.lease_id for t in group] for group in groups] == [[0, 0], [3, 3]]
 
@@ -119,7 +119,7 @@ async def test_commit_and_resume_wait_for_storage_to_start(bus, tmp_path):
     reader = ReplayReader(bus, "a")
     telling = asyncio.create_task(reader.resumed(0))
     async with serving(bus, tmp_path) as storage:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await telling
         await reader.committed(0)
         assert storage.ledger.facts["incarnation"] == "a"
@@ -142,6 +142,6 @@ async def test_a_refusal_is_believed_long_before_a_silence(bus, monkeypatch):
 
     monkeypatch.setattr(reader_module, "REFUSAL_LIMIT_S", 0.3)
     await bus.serve(bus.subject("rpc", "batch"), BatchRequest, refuse)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(BusError, match="the ledger is damaged"):
             await read_batch(ReplayReader(bus, "a"), 1, on_wait=Heard().append)

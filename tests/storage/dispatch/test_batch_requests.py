@@ -70,7 +70,7 @@ async def test_request_that_waits_is_answered_as_soon_as_its_groups_are_stored(
         asking = asyncio.create_task(learner.ask(1))
         for lease_id in range(3):
             await send_groups(bus, [lease_id])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert isinstance(await asking, BatchLease)
 
 

@@ -185,7 +185,7 @@ async def test_event_that_is_not_understood_is_passed_over(bus: Bus, run: RunDir
 async def test_recorder_records_while_it_runs(bus: Bus, run: RunDirectory, monkeypatch):
     monkeypatch.setattr("storage.metrics.recorder.PERIOD_S", 0.02)
     stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
         tasks.create_task(record_metrics(bus, run, stop))
         for number in (1, 2):
             await step(bus, number)

@@ -95,7 +95,7 @@ async def test_dispatcher_ends_when_shards_have_settled_more_than_its_ledger_kno
     async with settled_groups(bus, tmp_path):
         bring_back(tmp_path / "ledger.sqlite", name)
         with opened(bus, tmp_path) as dispatcher, pytest.raises(ExceptionGroup) as failure:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await dispatcher.run(asyncio.Event(), reissue=False)
     assert failure.group_contains(LostDataError, match=said(name, r"ledger\.sqlite", r"shard_0\d"))
 

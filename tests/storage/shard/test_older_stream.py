@@ -61,7 +61,7 @@ async def test_shard_waits_until_storage_has_given_it_a_stream(connect: Connect,
         with closing(ReplayStore.open(tmp_path / "replay")) as store:
             shard = make_shard(bus, store, 1)
             async with running(shard.run):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await shard.serving.wait()
                 await send_groups(bus, [1])
                 await ensure(bus.js, bus.topology, SHARDS)

@@ -304,7 +304,7 @@ async def test_directory_that_lacks_what_the_ledger_has_seen_is_refused_by_the_s
 async def test_dispatcher_refuses_a_shard_of_another_run_by_its_answer(bus, tmp_path):
     with closing(ReplayStore.open(tmp_path / "other")) as store:
         store.append([make_trajectory(6, sample) for sample in range(2)])
-        async with running(make_shard(bus, store, 0).run), asyncio.timeout(20):
+        async with running(make_shard(bus, store, 0).run), asyncio.timeout(60):
             with opened(bus, tmp_path) as dispatcher, pytest.raises(ExceptionGroup) as failure:
                 await dispatcher.run(asyncio.Event(), reissue=False)
     reason = "shard 0 holds the group of lease 6, but the ledger has issued only 0"

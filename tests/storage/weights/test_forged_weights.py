@@ -19,7 +19,7 @@ from storage.weights.swarm import HeldBlob, Swarm
 from tests.bus.security.secured import As
 
 pytestmark = pytest.mark.nats
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 BLOCK = 50_000
 PARTS = 20
 

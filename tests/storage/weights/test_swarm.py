@@ -27,7 +27,7 @@ from storage.weights.swarm import Swarm
 from storage.weights.tensors import HostTensor, Weights, read_snapshot, snapshot_content
 
 pytestmark = pytest.mark.nats
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 BLOCK = 50_000
 
 

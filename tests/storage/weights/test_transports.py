@@ -32,7 +32,7 @@ from storage.weights.blob_stores import blob_store, chosen_transport
 from tests.storage.serving import refusing_disk
 
 pytestmark = pytest.mark.nats
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def http(**settings):

@@ -29,7 +29,7 @@ from tests.actors.sglang_stand_in import TOKEN, StandIn
 from tests.actors.tiny import request
 
 pytestmark = [pytest.mark.nats]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60
 ACTOR = "actor-host.of.dots-7"
 
 

@@ -16,7 +16,7 @@ from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
 
 STATE = {"large": torch.ones(64, 8), "small": torch.ones(3)}
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60
 
 
 @pytest.fixture
