@@ -16,9 +16,7 @@ from launch.cli.app import USAGE, app, log_as
 from launch.cli.given_settings import GivenSettings, OfSettings
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.settings.environment_variables import run_variables
 from launch.settings.run_config import RunConfig, preset, validate
-from launch.settings.short_forms import short_sources, sources_of
 from launch.settings.sources import merged
 from launch.settings.tree import nearest
 
@@ -65,15 +63,11 @@ def init(
 
 
 @app.command(usage=USAGE.format("doctor"))
-def doctor(  # noqa: PLR0913 - each is a flag
+def doctor(
     *,
-    preset_name: options.PresetName = None,
-    config: options.ConfigFiles = None,
+    given: OfSettings = GivenSettings(),
     bus: options.BusUrl = None,
     creds: options.CredsFile = None,
-    prompts: options.Prompts = None,
-    reward: options.RewardName = None,
-    agent: options.AgentCommand = None,
     as_json: options.AsJson = False,
     settings: options.Settings = RunConfig(),
 ) -> None:
@@ -81,8 +75,8 @@ def doctor(  # noqa: PLR0913 - each is a flag
 
     It looks at versions, conflicts of packages, GPU, disk, ports, limits, variables, the model directory, the
     bus with its clock, and at all that a start asks, where prompts are named; it runs no agent. Each
-    finding is ok, a warning or an error, and each of the latter two comes with a remedy. It leaves nothing.
-    The exit status is 1 if there is an error.
+    finding is ok, a warning or an error, and each of the latter two comes with a remedy. It leaves nothing
+    but the model of --recipe. The exit status is 1 if there is an error.
 
     Parameters
     ----------
@@ -93,11 +87,12 @@ def doctor(  # noqa: PLR0913 - each is a flag
     from launch.doctor.findings import worst
 
     configure_logging("error")
-    short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]
-    layer = merged(sources_of(preset_name, config, short, settings))
+    layer = merged(given.sources(settings, bus=bus, creds=creds))
+    resolved = validate(layer)
+    given.prepare(with_environment=False)
     named = "url" in layer.get("bus", {})
     say = (lambda _: None) if as_json else partial(print, flush=True)
-    findings = run(partial(examine, validate(layer), named, say))
+    findings = run(partial(examine, resolved, named, say))
     level = worst(findings)
     if as_json:
         print(json.dumps({"healthy": level != "error", "findings": [one.to_json() for one in findings]}))  # noqa: T201

@@ -11,7 +11,7 @@ from cyclopts import App
 
 from launch.cli import main as cli
 from launch.cli.given_settings import OfSettings
-from launch.cli.preparation_commands import plan
+from launch.cli.preparation_commands import doctor, plan
 from launch.cli.start_commands import local, try_
 from launch.settings.run_config import RunConfig
 from tests.command_line import ASSEMBLE
@@ -311,6 +311,6 @@ def test_a_plan_with_prompts_that_are_not_there_is_refused(process):
     assert "none.jsonl: no such file" in process("plan", "--preset", "sort", "--prompts", "none.jsonl")
 
 
-@pytest.mark.parametrize("command", [local, try_, plan])
+@pytest.mark.parametrize("command", [local, try_, plan, doctor])
 def test_what_looks_at_a_run_before_it_starts_takes_the_short_forms_of_the_start(command):
     assert signature(command).parameters["given"].annotation is OfSettings
