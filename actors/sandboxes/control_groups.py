@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Literal, Self
 
 from actors.sandboxes.owner import is_orphan, this_process
+from bus.process.host_limits import own_groups
 
-MOUNT = Path("/sys/fs/cgroup")
-OF_THIS_PROCESS = Path("/proc/self/cgroup")
 PREFIX = "sluice-sandbox-"
 """Beginning of the names of groups, which the owner of one follows."""
 REMEDY = "run the actor as root, or by systemd-run --user with -p Delegate=yes and -p DelegateSubgroup=actor"
@@ -77,14 +76,11 @@ class ControlGroups:
 def _candidates(controller: Controller) -> Iterator[Path]:
     """Yield the groups below which others may be made: of version 1, or of version 2 its own and the next
     one above, which must hold no processes itself."""
-    for line in OF_THIS_PROCESS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            own = MOUNT / controller / path.lstrip("/")
-            yield own if own.exists() else MOUNT / controller  # a container sees its own group as the first
-        elif not controllers and (MOUNT / "cgroup.controllers").exists():
-            own = MOUNT / path.lstrip("/")
-            for above in (own, own.parent) if own != MOUNT else (own,):
-                with suppress(OSError):  # it may be there already, and else making a group says why not
-                    (above / "cgroup.subtree_control").write_text(f"+{controller}")
-                yield above
+    for own in own_groups(controller):
+        if not (own / "cgroup.controllers").exists():  # it is of version 1
+            yield own
+            continue
+        for above in (own, own.parent) if (own.parent / "cgroup.controllers").exists() else (own,):
+            with suppress(OSError):  # it may be there already, and else making a group says why not
+                (above / "cgroup.subtree_control").write_text(f"+{controller}")
+            yield above

@@ -10,7 +10,6 @@ from actors.tools.base import Tool
 from actors.tools.calculator import Calculator
 from actors.tools.python import PythonTool
 from actors.tools.sandbox import Sandboxes
-from actors.tools.search import SearchTool
 from bus.errors import ConfigError
 from bus.process.plugins import built_part, refuse_of_record
 
@@ -36,13 +35,22 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
         case CalculatorConfig():
             return [Calculator(config.name)]
         case SearchConfig():
-            corpus = str(config.corpus)
-            if config.of_task is None:  # or a stranger would read a file of this host
-                refuse_of_record(f"the corpus {corpus!r}", corpus)
-            return [SearchTool(config)]
+            return [_search(config)]
         case McpConfig():
             return _mcp(config)
     return [cast(Tool, built_part("tool", config.tool, config.settings, PARTS))]
+
+
+def _search(config: SearchConfig) -> Tool:
+    """Index the corpus. Raises ConfigError for one that cannot be used, or may not be read."""
+    try:
+        from actors.tools.search import SearchTool
+    except ImportError as error:
+        raise ConfigError("the search tool needs bm25s: pip install 'sluice-rl[search]'") from error
+    corpus = str(config.corpus)
+    if config.of_task is None:  # or a stranger would read a file of this host
+        refuse_of_record(f"the corpus {corpus!r}", corpus)
+    return SearchTool(config)
 
 
 def _mcp(config: McpConfig) -> Sequence[Tool]:

@@ -1,4 +1,5 @@
-"""The tool that searches a local corpus by BM25: passages come back as text, in the manner of Search-R1."""
+"""The tool that searches a local corpus by BM25 (package `bm25s`, optional): passages come back as text, in
+the manner of Search-R1."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -53,10 +54,6 @@ class SearchTool:
 
     def __init__(self, config: SearchConfig) -> None:
         """Read and index the corpus. Raises ConfigError for one that cannot be used, naming the row."""
-        try:
-            from actors.tools.search import PassageIndex
-        except ImportError as error:
-            raise ConfigError("the search tool needs bm25s: pip install 'sluice-rl[search]'") from error
         self.name = config.name
         self._top_k = config.top_k
         passages = _corpus(config)

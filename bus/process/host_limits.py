@@ -46,7 +46,7 @@ class MemoryKills:
 
 def memory_bytes(root: Path = ROOT) -> int:
     """Return how much memory this process may use at most: that of the host, or the limit of its cgroup."""
-    limits = (_number(group / name) for group in _groups("memory", root) for name in MEMORY_LIMITS)
+    limits = (_number(group / name) for group in own_groups("memory", root) for name in MEMORY_LIMITS)
     of_host: int = psutil.virtual_memory().total
     return min([of_host, *(limit for limit in limits if limit)])
 
@@ -72,7 +72,7 @@ def kills_in_group(group: Path) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    for group in _groups("cpu", root):
+    for group in own_groups("cpu", root):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if quota.isdecimal():
             yield int(quota) / int(period)
@@ -83,7 +83,7 @@ def _quotas(root: Path) -> Iterator[float]:
 def _killed(root: Path) -> tuple[int, int]:
     """Return the kernel's counts of processes that it killed for lack of memory: in this process's cgroups,
     and on this host."""
-    own = sum(kills_in_group(group) for group in _groups("memory", root))
+    own = sum(kills_in_group(group) for group in own_groups("memory", root))
     return own, _kills_in(root / "proc/vmstat")
 
 
@@ -92,7 +92,7 @@ def _kills_in(file: Path) -> int:
     return sum(int(number) for name, number in lines if name == "oom_kill")
 
 
-def _groups(kind: str, root: Path) -> list[Path]:
+def own_groups(kind: str, root: Path = ROOT) -> list[Path]:
     """Return the directories of the cgroups that limit `kind` for this process; in a container its own path
     may lead nowhere, and the limits are those of the mounted root."""
     found = []
@@ -101,6 +101,8 @@ def _groups(kind: str, root: Path) -> list[Path]:
         if kinds and kind not in kinds.split(","):
             continue
         mounted = root / "sys/fs/cgroup" / (kind if kinds else "")
+        if not kinds and not (mounted / "cgroup.controllers").exists():  # none of version 2 are mounted here
+            continue
         own = mounted / path.lstrip("/")
         found.append(own if own.is_dir() else mounted)
     return found

@@ -1,8 +1,7 @@
 """Where the rows of a run's metrics come from: the file that storage writes, or the bus without one."""
 
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from bus.connection import Bus
@@ -11,7 +10,7 @@ from bus.streams.stream_reader import StreamPosition, StreamReader
 from launch.run_view.history import event_record
 from launch.settings.run_config import RunConfig
 from storage.metrics.recorder import decoded_event
-from storage.metrics.records import Record
+from storage.metrics.records import Record, parsed
 
 PART_BYTES = 4 << 20
 """Bytes of the file that are read at a time."""
@@ -54,7 +53,7 @@ class MetricsFile:
             part = file.read(PART_BYTES)
         end = part.rfind(b"\n") + 1
         self._place += end
-        return list(_rows(part[:end].splitlines()))
+        return parsed(part[:end].splitlines())
 
     def _begin_anew(self, descriptor: int) -> None:
         """Begin at the first byte of another file, as of a run that was removed and started again."""
@@ -71,18 +70,8 @@ class MetricsFile:
         with self._path.open("rb") as file:
             for place in range(0, size, max(1, size // SAMPLED_LINES)):
                 file.seek(place)
-                found += list(_rows(file.read(LINE_BYTES).split(b"\n", 2)[1:2]))
+                found += parsed(file.read(LINE_BYTES).split(b"\n", 2)[1:2])
         return found
-
-
-def _rows(lines: list[bytes]) -> Iterator[Record]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a killed writer's line, or one that is longer than what was read
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 Locate = Callable[[str], RunConfig]

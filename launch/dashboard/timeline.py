@@ -1,15 +1,13 @@
 """What the learner and each actor did in the last minutes, as spans of time, and when versions changed."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 from bus.codec import Json
 from storage.disk.run_directory import RunDirectory
-from storage.metrics.records import Record, integer, number, older
+from storage.metrics.records import Record, integer, latest_records, number, older
 
 TAIL_BYTES = 4 << 20
 """Bytes at the end of each file that are read: two thousand steps, or ten thousand seconds of an actor."""
@@ -33,8 +31,10 @@ def timeline(run: RunDirectory, window_s: float) -> dict[str, Json]:
     learner's spans are [start, stop, kind, step], where kind is "waits", "trains" or "publishes"."""
     if not run.exists:
         return {"begin_s": None, "end_s": None, "learner": [], "versions": [], "actors": []}
-    steps = [row for row in _tail(run.metrics) if "time/step_s" in row]
-    counters = [row for path in (older(run.counters), run.counters) for row in _tail(path)]
+    steps = [row for row in latest_records(run.metrics, TAIL_BYTES) if "time/step_s" in row]
+    counters = [
+        row for path in (older(run.counters), run.counters) for row in latest_records(path, TAIL_BYTES)
+    ]
     end_s = max((number(row, "time_s") for row in [*steps[-1:], *counters[-1:]]), default=None)
     if end_s is None:
         return {"begin_s": None, "end_s": None, "learner": [], "versions": [], "actors": []}
@@ -94,18 +94,3 @@ def _actor_lane(source: str, reports: list[Record]) -> ActorLane:
 def _seconds(row: Record, name: str) -> float:
     value = number(row, name)
     return value if value == value else 0.0
-
-
-def _tail(path: Path) -> Iterator[Record]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        lines = file.read().splitlines()
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # the first one, which is cut off here, or a killed writer's
-            continue
-        if isinstance(record, dict):
-            yield record

@@ -11,7 +11,7 @@ from socketserver import TCPServer
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -224,10 +224,6 @@ class _ProbeServer(ThreadingHTTPServer):
             case "/readyz":
                 return self._readiness()
             case "/metrics":
-                from prometheus_client import CONTENT_TYPE_LATEST
-
-                from launch.process.health_server import metrics_text
-
                 return HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics_text(self._state)
         return _plain(HTTPStatus.NOT_FOUND, "there are /healthz, /readyz and /metrics")
 

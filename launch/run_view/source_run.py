@@ -10,10 +10,12 @@ from launch.run_view.recorded_runs import find_run
 from launch.run_view.run_files import Origin, RunFiles, recorded_config
 from launch.settings.run_config import RunConfig
 from learner.model_directories.checkpoint_manifest import (
+    MANIFEST,
     adapters_beside,
     adapters_go_on,
     adapters_in,
     read_manifest,
+    written_by,
 )
 from storage.disk import checkpoints
 from storage.disk.run_directory import RunDirectory, is_run
@@ -21,9 +23,6 @@ from storage.disk.run_directory import RunDirectory, is_run
 
 def newest_checkpoint(source: Path) -> Path:
     """Return the checkpoint that a path names, itself or the newest of several. Raises `ConfigError`."""
-    from learner.model_directories.checkpoint_manifest import MANIFEST
-    from storage.disk import checkpoints
-
     source = source.absolute()
     for place in (source, source / "checkpoints"):
         if (place / MANIFEST).is_file():
@@ -47,8 +46,6 @@ def described_by(checkpoint: Path) -> Path | None:
 
 def is_of_fsdp(checkpoint: Path) -> bool:
     """Return whether the backend `fsdp` wrote a checkpoint."""
-    from learner.model_directories.checkpoint_manifest import read_manifest, written_by
-
     return written_by(read_manifest(checkpoint)) == "fsdp"
 
 

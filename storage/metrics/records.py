@@ -105,17 +105,17 @@ def latest_records(path: Path, within_bytes: int) -> list[Record]:
         start = max(0, file.seek(0, 2) - within_bytes)
         file.seek(start)
         lines = file.read().splitlines()
-    return list(filter(None, map(_parsed, lines[1:] if start else lines)))  # the first one is cut off
+    return parsed(lines[1:] if start else lines)  # the first one is cut off
 
 
 def last_record(path: Path) -> Record | None:
     """Return the last complete line of the file, if it has one."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        lines = file.read().splitlines()
-    return next(filter(None, map(_parsed, reversed(lines))), None)
+    return next(reversed(latest_records(path, TAIL_BYTES)), None)
+
+
+def parsed(lines: Iterable[str | bytes]) -> list[Record]:
+    """Return the complete lines: the first may be cut off, and the last one that of a killed writer."""
+    return list(filter(None, map(_parsed, lines)))
 
 
 def _parsed(line: str | bytes) -> Record | None:

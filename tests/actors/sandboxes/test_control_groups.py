@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from actors.episode_sandboxes.cpu_groups import _hold
 from actors.programs.memory_groups import MemoryGroup, _most_taken
 from actors.sandboxes import control_groups
 from actors.sandboxes.control_groups import ControlGroup, ControlGroups
+from bus.process.host_limits import own_groups
 
 CONTROLLER = "hugetlb"
 JOIN = "import os, sys; os.write(int(sys.argv[1]), b'0'); print(open('/proc/self/cgroup').read())"
@@ -25,6 +27,15 @@ def limited(group: Path) -> None:
     """Refuse a group that the controller does not bound."""
     if not [*group.glob(f"{CONTROLLER}.*.max")]:
         raise FileNotFoundError(f"{group} is not bounded")
+
+
+def kernel(root: Path, groups: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have this process be of these groups; return where their mount is to be."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(groups)
+    (root / "sys/fs").mkdir(parents=True)
+    monkeypatch.setattr(control_groups, "own_groups", partial(own_groups, root=root))
+    return root / "sys/fs/cgroup"
 
 
 @pytest.fixture
@@ -40,10 +51,9 @@ def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"needs control groups that this user may make: {error}")
-    (tmp_path / "cgroup").write_text(f"0::/{group.name}\n")
-    monkeypatch.setattr(control_groups, "MOUNT", mounts[0])
-    monkeypatch.setattr(control_groups, "OF_THIS_PROCESS", tmp_path / "cgroup")
-    yield group
+    place = kernel(tmp_path, f"0::/{group.name}\n", monkeypatch)
+    place.symlink_to(mounts[0])
+    yield place / group.name
     group.rmdir()
     if CONTROLLER not in before:
         passed_on.write_text(f"-{CONTROLLER}")
@@ -76,12 +86,12 @@ def test_a_group_that_holds_a_process_is_left_to_the_next_actor(own: Path):
 
 
 def test_the_first_group_of_a_container_is_all_that_it_may_change(monkeypatch, tmp_path):
-    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
-    (tmp_path / "cgroup").write_text("0::/\n")
-    monkeypatch.setattr(control_groups, "MOUNT", tmp_path)
-    monkeypatch.setattr(control_groups, "OF_THIS_PROCESS", tmp_path / "cgroup")
-    assert [*control_groups._candidates("memory")] == [tmp_path]
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
+    mount = kernel(tmp_path, "0::/\n", monkeypatch)
+    mount.mkdir()
+    assert [*control_groups._candidates("memory")] == [], "this directory is no mount of groups"
+    (mount / "cgroup.controllers").write_text("cpu memory\n")
+    assert [*control_groups._candidates("memory")] == [mount]
+    assert (mount / "cgroup.subtree_control").read_text() == "+memory"
 
 
 def test_limits_and_counts_of_version_2_have_its_files(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import import_module
 
 import pytest
 from pydantic import BaseModel
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.sandbox import decoded
 from actors.settings.tool_chat import ToolsConfig
-from actors.settings.tools import PluginToolConfig, PythonToolConfig, SearchConfig
+from actors.settings.tools import CalculatorConfig, PluginToolConfig, PythonToolConfig, SearchConfig
 from actors.tools.base import ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
 from actors.tools.calculator import Calculator
@@ -108,6 +109,13 @@ def test_a_corpus_that_cannot_be_searched_is_a_config_error(tmp_path, rows, said
     (tmp_path / "corpus.jsonl").write_text(rows)
     with pytest.raises(ConfigError, match=said):
         SearchTool(SearchConfig(corpus=tmp_path / "corpus.jsonl"))
+
+
+def test_other_tools_need_no_package_that_the_search_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)  # as if it were not installed
+    for module in ("actors.tools.search", "actors.tools.build"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert [*import_module("actors.tools.build").build_tools([CalculatorConfig()])] == ["calculator"]
 
 
 async def test_a_corpus_may_be_that_of_a_built_in_task_which_no_stranger_can_turn_into_a_file(corpus):

@@ -9,6 +9,7 @@ import pytest
 from bus.process import host_limits
 from bus.process.host_limits import MemoryKills, cpu_threads, memory_bytes, usable_cores
 
+V2 = "sys/fs/cgroup/cgroup.controllers"
 KERNELS = {
     "cgroup v2": ("0::/run", "", "run", "memory.events", "memory.max"),
     "container": ("0::/elsewhere", "", "", "memory.events", "memory.max"),
@@ -35,7 +36,7 @@ def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, 
         **(
             {cpu / "cpu.cfs_quota_us": "150000", cpu / "cpu.cfs_period_us": "100000"}
             if kind
-            else {cpu / "cpu.max": "150000 100000\n"}
+            else {cpu / "cpu.max": "150000 100000\n", tmp_path / V2: "cpu memory\n"}
         ),
     }.items():
         file.parent.mkdir(parents=True, exist_ok=True)
