@@ -194,8 +194,7 @@ class Measurement:
             after = self.turns[-1].last
         else:
             bound = self._staleness if mode == "async" else 0
-            await asyncio.to_thread(self._set_bound, bound)
-            self.local.terminate("storage")
+            await self._set_bound(bound)
             settling = bound + 2  # one is under way, and the next one's batch is there
             self._where = f"while {mode} settled, from step {after} on"
         settled = partial(_settled, mode, after + settling)
@@ -209,12 +208,10 @@ class Measurement:
         step_s = self.heard.step_s(turn.steps)
         log.info("turn_ends", mode=mode, at_s=self._now(), step=turn.last, step_s=step_s)
 
-    def _set_bound(self, max_staleness: int) -> None:
-        """Write the bound that storage reads when it starts again."""
-        path = self.local.run.config
-        config = json.loads(path.read_text())
-        config["admission"]["max_staleness"] = max_staleness
-        write_json(path, config)
+    async def _set_bound(self, max_staleness: int) -> None:
+        settings = json.loads(self.local.run.config.read_text())
+        settings["admission"]["max_staleness"] = max_staleness
+        await self.local.restart_storage(settings)
 
     async def until(
         self, found: Callable[[Heard], int], limit_s: float, *, first_s: float = STEP_TIMEOUT_S

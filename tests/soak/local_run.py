@@ -9,10 +9,15 @@ from pathlib import Path
 
 import psutil
 
+from bus.codec import Json
+from bus.connection.bus import Bus
 from bus.errors import SluiceError
+from bus.messages import RunRecord
 from bus.process.child_process import RUN_MODULE, module_command, tied_to_parent
 from launch.process.runtime import TEMPORARY
 from launch.settings.environment_variables import without_setting_variables
+from launch.settings.run_config import resolve
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 
 END_TIMEOUT_S = 180.0
@@ -107,6 +112,17 @@ class LocalRun:
         for process in self.find(name):
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
+
+    async def restart_storage(self, settings: dict[str, Json]) -> None:
+        """Have storage end and start again with other settings. The run's record has them first: storage
+        refuses settings that a living learner or actor has not joined with."""
+        config = resolve(settings)
+        await asyncio.to_thread(write_json, self.run.asked_config, settings)
+        ending = list(self.find("storage"))
+        self.terminate("storage")
+        await asyncio.to_thread(psutil.wait_procs, ending, timeout=END_TIMEOUT_S)
+        async with Bus.connect(config.bus, config.run, name="settings") as bus:
+            await bus.put("run", RunRecord(name=config.run, config_json=config.model_dump_json()))
 
     def pids(self, name: str) -> set[int]:
         """Return the numbers of the running processes of one part."""

@@ -11,7 +11,11 @@ from benchmarks.overlap import LimitError, Measurement, Plan, end_run, measured
 from benchmarks.overlap_record import Heard, Turn
 from benchmarks.overlap_report import trained
 from benchmarks.overlap_settings import defaults, make, settings
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError, SluiceError
+from bus.messages import RunRecord
+from launch.process.settings_revision import refuse_unapplied
+from launch.settings.run_config import validate
 from soak.local_run import LocalRun
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records
@@ -84,8 +88,8 @@ def timed(first, time_s, each_s, *, staleness=STALENESS, read=True):
 class Scripted(LocalRun):
     """A run that has no processes: storage's restart makes it say what it says next."""
 
-    def terminate(self, name):
-        assert name == "storage"
+    async def restart_storage(self, settings):
+        assert settings["admission"]["max_staleness"] in (0, STALENESS)
         append_records(self.run.metrics, self.next)
 
 
@@ -193,6 +197,22 @@ async def test_a_turn_begins_after_the_actors_counters_were_first_heard(measurem
     late = measurement([*steps(1, 8, read=False), *steps(9, 13, began_s=8.0)], steps=4, limit_s=0.001)
     await late.run()
     assert [(turn.first, turn.last) for turn in late.turns] == [(9, 13)]
+
+
+@pytest.mark.nats
+async def test_storage_that_starts_with_another_bound_is_not_refused_while_the_learner_lives(bus, run):
+    layer = {"run": "test", "bus": {"url": bus.client.connected_url.geturl()}}
+    before, other = (validate({**layer, "admission": {"max_staleness": bound}}) for bound in (STALENESS, 0))
+    await bus.put("run", RunRecord(name="test", config_json=before.model_dump_json()))
+    stop = asyncio.Event()
+    learner = report_status(bus, source="learner", role="learner", look=lambda: Activity("works"), stop=stop)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(learner)
+        await LocalRun(run, ()).restart_storage(json.loads(other.model_dump_json()))
+        asked = validate(json.loads(run.asked_config.read_text()))
+        await refuse_unapplied(bus, asked)
+        stop.set()
+    assert asked.admission.max_staleness == 0
 
 
 async def test_changing_back_to_the_same_mode_is_no_change(measurement):
