@@ -23,7 +23,7 @@ from actors.policy.shown_images import ShownImages, without_data
 from actors.policy.tool_calls import CALL_FORMATS, format_shown
 from bus.errors import ConfigError
 from bus.images import PlacedImage
-from storage.chats.stop_tokens import AddedToken, TurnEnds, turn_ends
+from storage.chats.stop_tokens import RendersTokens, TurnEnds, turn_ends
 from storage.chats.template import (
     PROBE_TOOL,
     QUESTION,
@@ -182,22 +182,8 @@ T = TypeVar("T")
 PROMPTS_REMEMBERED = 512
 
 
-class Tokenizer(Protocol):
+class Tokenizer(RendersTokens, Protocol):
     """The part of a transformers tokenizer that is used here."""
-
-    @property
-    def chat_template(self) -> str | Mapping[str, str] | None:
-        """Return the template, or templates by name."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
-        """Return the tokens that were added to the vocabulary, special ones among them."""
-
-    def apply_chat_template(
-        self, conversation: list[ChatMessage], *, tools: list[Tool] | None,
-        tokenize: bool, add_generation_prompt: bool,
-    ) -> str:  # fmt: skip
-        """Render a chat as text."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Turn text into token ids."""

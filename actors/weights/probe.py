@@ -7,13 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 import structlog
 
-from actors.engines.fleet.engine_state import ScoredTokens
-from bus.images import PlacedImage
+from actors.engines.fleet.fleet import Fleet
 from bus.messages import PolicyManifest, Probe
 from bus.process.kernel_versions import differences
 from bus.waiting import set_within
@@ -33,20 +31,11 @@ WORDS = {"text": ("samples", "probe"), "images": ("sees images", "probe's image"
 """What an engine does as another version did, and where it differs from the learner, by part of the probe."""
 
 
-class ScoringEngines(Protocol):
-    """Engines that can tell the log-probs of given tokens."""
-
-    async def score(
-        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
-    ) -> Mapping[str, ScoredTokens]:
-        """Return what each engine says, by its name."""
-
-
 class ProbeCheck:
     """Compares engines with the learner after each version, and keeps the alarms."""
 
     def __init__(
-        self, engines: ScoringEngines, *, bound_nats: float, exact: bool = False,
+        self, engines: Fleet, *, bound_nats: float, exact: bool = False,
         kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """With `exact`, any difference is an alarm, and so are other versions of packages than `kernels` has.

@@ -61,7 +61,7 @@ class ReinforceLoss(Loss):
 
     type: Literal["reinforce"] = "reinforce"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:reinforce_loss"
-    stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False, zero_without_advantage=True)
+    stated: ClassVar[LossFacts] = LossFacts(by_sequence=False, zero_without_advantage=True)
 
 
 class PPOClipLoss(Loss):

@@ -114,6 +114,24 @@ class StateCopies:
             self._waiting = {}
 
 
+class StateReaders:
+    """What still reads a rank's state, which may not change meanwhile."""
+
+    def __init__(self) -> None:
+        self.published: torch.cuda.Event | None = None
+        """Event until which the copy to be published reads weights."""
+        self.saved: StateCopies | None = None
+        """What a checkpoint copies."""
+
+    def settle(self) -> None:
+        """Let the state change: at once on the host, on a GPU behind the work it has now."""
+        if self.published is not None:
+            torch.cuda.current_stream().wait_event(self.published)
+        if self.saved is not None:
+            self.saved.keep()
+        self.published = self.saved = None
+
+
 class CopyBuffers:
     """Page-locked host memory that one checkpoint after another reuses, since to lock it takes seconds."""
 

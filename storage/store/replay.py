@@ -2,8 +2,7 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -27,7 +26,7 @@ from storage.store.late_rewards import LateReward
 from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
 from storage.store.loading import load_store, save_index
 from storage.store.retired import write_retired
-from storage.store.segments import Segment, merge_segments, read_columns, write_segment
+from storage.store.segments import merge_segments, read_columns, write_segment
 from storage.store.settled import Settled, save_settled
 
 
@@ -439,17 +438,3 @@ def read_groups(stores: Sequence[ReplayStore], lease_ids: Sequence[int]) -> list
         for trajectory in stores[shard].read(leases):
             groups[trajectory.lease_id].append(trajectory)
     return [groups[lease_id] for lease_id in lease_ids]
-
-
-def each_trajectory(store: ReplayStore, lease_ids: Container[int]) -> Iterator[Trajectory]:
-    """Yield the trajectories of these groups that are here, as they were stored, without late rewards.
-
-    Each segment is opened once, and unmapped before the next one is. Nobody may merge or retire segments
-    meanwhile. Raises `StorageError` for one that is torn, and for a trajectory whose bytes changed."""
-    for entry in store.entries:
-        if entry.retired:
-            continue
-        with closing(Segment(store.directory / entry.name)) as segment:
-            for row, lease_id in enumerate(segment.leases.tolist()):
-                if lease_id in lease_ids:
-                    yield segment.trajectory(row)

@@ -70,16 +70,6 @@ class EncodedTensors:
     """Bodies of the changed parts of each changed tensor."""
 
 
-def encode_delta(
-    base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
-    most_bytes: int = sys.maxsize,
-) -> Delta | None:  # fmt: skip
-    """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space. Returns
-    None, and stops, as soon as it has more than `most_bytes`."""
-    encoded = encode_tensors(base, tensors, threads, most_bytes=most_bytes)
-    return joined_delta(base, policy_version, tensors, [encoded], most_bytes=most_bytes)
-
-
 def encode_tensors(
     base: Weights, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
     most_bytes: int = sys.maxsize,

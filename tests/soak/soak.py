@@ -26,10 +26,10 @@ from soak.resume_check import ask_witness, retrain
 from soak.run_faults import RUN_FAULTS
 from soak.segment_check import check_segments, segments_broken
 from soak.servers import BusServers
-from soak.trajectory_account import account, ks_p
+from soak.trajectory_account import account, each_trajectory, ks_p
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import leases_of_steps
-from storage.store.replay import ReplayStore, each_trajectory
+from storage.store.replay import ReplayStore
 
 RUN = "soak"
 MAX_STALENESS, SHARDS, SAMPLES = 2, 2, 4

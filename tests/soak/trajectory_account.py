@@ -1,7 +1,7 @@
 """The account of every trajectory of an ended run, made from what its parts left on disk."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from bus.codec import Json
 from bus.errors import StorageError
+from bus.trajectory import Trajectory
 from launch.verify.comparison import status_of
 from learner.progress import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 from storage.ledger.ledger_reader import states_of
-from storage.store.replay import ReplayStore, each_trajectory
+from storage.store.replay import ReplayStore
+from storage.store.segments import Segment
 
 USED = ("stored", "leased", "committed")
 
@@ -106,3 +108,17 @@ def _stored_lengths(
                 lengths[trajectory.lease_id].append(len(trajectory.token_ids))
                 go_on()
     return {lease: np.array(of_group) for lease, of_group in lengths.items()}
+
+
+def each_trajectory(store: ReplayStore, lease_ids: Container[int]) -> Iterator[Trajectory]:
+    """Yield the trajectories of these groups that are here, as they were stored, without late rewards.
+
+    Each segment is opened once, and unmapped before the next one is. Nobody may merge or retire segments
+    meanwhile. Raises `StorageError` for one that is torn, and for a trajectory whose bytes changed."""
+    for entry in store.entries:
+        if entry.retired:
+            continue
+        with closing(Segment(store.directory / entry.name)) as segment:
+            for row, lease_id in enumerate(segment.leases.tolist()):
+                if lease_id in lease_ids:
+                    yield segment.trajectory(row)

@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import structlog
 import torch
 
+from actors.engines.fleet.fleet import Fleet
 from actors.settings.engines import EngineConfig
 from bus.config import ColocationConfig
 from bus.connection import Bus
@@ -20,20 +20,6 @@ from storage.disk.host_identity import host_identity
 log = structlog.get_logger()
 LAST_WORDS_S = 2.0
 """An actor that ends waits no longer for the bus to take its word back."""
-
-
-class SharingEngines(Protocol):
-    """All that use the device here: `actors.engines.fleet.Fleet`."""
-
-    @property
-    def tokens_generated(self) -> int:
-        """Return the number of tokens sampled since the start."""
-
-    async def release(self) -> None:
-        """Free the device; returns when it is free."""
-
-    async def resume(self) -> None:
-        """Take it back."""
 
 
 def able_to_release(engine: EngineConfig) -> EngineConfig:
@@ -48,7 +34,7 @@ def able_to_release(engine: EngineConfig) -> EngineConfig:
 class DeviceSharing:
     """Frees the devices while the learner holds them and reports that; a hold that is not renewed is over."""
 
-    def __init__(self, bus: Bus, engines: SharingEngines, config: ColocationConfig, *, actor: str) -> None:
+    def __init__(self, bus: Bus, engines: Fleet, config: ColocationConfig, *, actor: str) -> None:
         self.released = False
         """Whether the engines have freed the device, or are about to."""
         self._bus = bus

@@ -54,7 +54,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device, most_over_ranks
-from learner.host_memory.copies import CopyBuffers, StateCopies
+from learner.host_memory.copies import CopyBuffers, StateReaders
 from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import SomeWeights, State
 from storage.images.reader import ImageReader
@@ -115,10 +115,7 @@ class FsdpTrainer:
         refuse_other_results(self.model, hf_config.get_text_config().vocab_size, dtype)
         self._rounded: RoundedWeights | None = None
         self._checkpoint_buffers = CopyBuffers()
-        self._copies: StateCopies | None = None
-        """What a checkpoint copies, for which nothing may change yet."""
-        self._read: torch.cuda.Event | None = None
-        """Event until which no weight may change."""
+        self._readers = StateReaders()
         self._pieces: tuple[list[int], list[ExportedPiece]] | None = None
         """Where the weights lay when these were made."""
         self.frozen = FrozenPolicies(self._live, load=self._load)
@@ -270,12 +267,7 @@ class FsdpTrainer:
     def _settle(self) -> None:
         """Wait for copies to the host that still read the state, and forget what a pass left gathered: the
         next pass gathers what has changed."""
-        if self._read is not None:
-            torch.cuda.current_stream().wait_event(self._read)
-            self._read = None
-        if self._copies is not None:
-            self._copies.keep()
-            self._copies = None
+        self._readers.settle()
         self.model.forget_gathered()
 
     # --- weights out ---
@@ -330,7 +322,7 @@ class FsdpTrainer:
         return sum(local(tensor).nbytes for tensor in self._tensors.values())
 
     def keep_until(self, read: torch.cuda.Event) -> None:
-        self._read = read
+        self._readers.published = read
 
     # --- checkpoints ---
 
@@ -358,7 +350,7 @@ class FsdpTrainer:
         policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}
         entries = self._entries(policies) | checkpoint.generator_states()
         staged = checkpoint.stage(entries, directory, self._checkpoint_buffers)
-        self._copies = staged.copies
+        self._readers.saved = staged.copies
         return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:

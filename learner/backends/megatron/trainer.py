@@ -70,7 +70,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device, most_over_ranks
-from learner.host_memory.copies import CopyBuffers, StateCopies
+from learner.host_memory.copies import CopyBuffers, StateReaders
 from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import State
 
@@ -122,10 +122,7 @@ class Trainer:
         chunks = [*self.chunks, *(self.head.chunks if self.head else [])]
         self._export = WeightExport(chunks, hf_config, weights_beside(hf_config, state), rules_of_head)
         self._checkpoint_buffers = CopyBuffers()
-        self._read: torch.cuda.Event | None = None
-        """Event until which no weight may change."""
-        self._copies: StateCopies | None = None
-        """What a checkpoint copies, for which nothing may change yet."""
+        self._readers = StateReaders()
         self.ddp = data_parallel(self.chunks, parallel)
         self._rounded: RoundedWeights | None = None
         self.frozen = FrozenPolicies(self._live, load=self._load)
@@ -189,7 +186,7 @@ class Trainer:
         with times.part("optimizer_s"):
             sums, norm = update_if_finite(
                 self.optimizer, self.optimizer_config, names, totals,
-                pipeline=self.parallel.pipeline, before_update=self._await_readers,
+                pipeline=self.parallel.pipeline, before_update=self._readers.settle,
             )  # fmt: skip
         figures = {} if self.head is None else self.head.update(self.optimizer_config, lr)
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
@@ -262,7 +259,7 @@ class Trainer:
         return policy + (0 if self.head is None else self.head.size_bytes)
 
     def keep_until(self, read: torch.cuda.Event) -> None:
-        self._read = read
+        self._readers.published = read
 
     def _live(self) -> Weights:
         self.settle_parameters()
@@ -292,21 +289,13 @@ class Trainer:
     def settle_parameters(self) -> None:
         """Finish what still reads or writes the parameters: a copy to the host, and the gathering of updated
         ones, which otherwise goes on until the next forward pass."""
-        self._await_readers()
+        self._readers.settle()
         self._finish_gathering()
 
     def _finish_gathering(self) -> None:
         if self.parallel.overlap_param_gather:
             for chunk in self.ddp:
                 chunk.start_param_sync(force_sync=True)
-
-    def _await_readers(self) -> None:
-        if self._read is not None:
-            torch.cuda.current_stream().wait_event(self._read)
-            self._read = None
-        if self._copies is not None:
-            self._copies.keep()
-            self._copies = None
 
     @contextmanager
     def lent_weights(self) -> Iterator[dict[str, Tensor]]:
@@ -335,7 +324,7 @@ class Trainer:
 
     def stage_checkpoint(self, directory: Path) -> StagedWrites:
         staged = stage_state(self, directory, self._checkpoint_buffers)
-        self._copies = staged.copies
+        self._readers.saved = staged.copies
         return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:

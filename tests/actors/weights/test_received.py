@@ -20,10 +20,10 @@ from learner.publication.publisher import WeightPublisher
 from storage.settings.weights_transport import FilesTransport, HttpTransport
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs, blob_store
-from storage.weights.deltas import encode_delta
 from storage.weights.tensors import Weights
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
+from tests.storage.weights.encoded import encode_delta
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 60

@@ -14,13 +14,14 @@ from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.model.model import build_chunks
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.distributed.process_group import gathered
 from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy
+from tests.learner.backends.model.built import export_hf_weights
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model

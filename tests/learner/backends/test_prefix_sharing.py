@@ -15,7 +15,6 @@ from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import StepResult
 from learner.backends.factory import refuse_batches
 from learner.backends.megatron.core.megatron_core import parallel_state
-from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.config.batch import BatchConfig
@@ -30,6 +29,7 @@ from learner.data.packing import Sample, pack
 from learner.logprobs.logprobs import score
 from learner.metrics.step_metrics import step_values
 from learner.step.rl_step import train_on
+from tests.learner.backends.model.built import build_model
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.siblings import siblings

@@ -14,7 +14,6 @@ from bus.errors import ConfigError, StorageError
 from launch.cli import main as cli
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.core.megatron_core import dist_checkpointing
-from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -26,6 +25,7 @@ from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import load_hf_config
 from storage.model_files.output_head import has_other_head
 from storage.model_files.packed_files import bundle
+from tests.learner.backends.model.built import build_model
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
 REPOSITORY = Path(__file__).parents[3]

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bus.errors import ConfigError
-from learner.backends.megatron.model.model import build_model
 from learner.backends.model_loading import load_hf_directory
 from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.model_directories.model_directory import load_hf_config
+from tests.learner.backends.model.built import build_model
 from tests.learner.tiny import tiny_model
 
 BLOCK = 16

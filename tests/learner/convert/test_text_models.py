@@ -14,7 +14,6 @@ from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.model_loading import load_hf_directory
 from learner.config.optimizer import OptimizerConfig
@@ -24,6 +23,7 @@ from learner.model_directories.model_directory import HFWeights, load_hf_config,
 from learner.publication.host_copy import HostCopy
 from learner.publication.whole_model import WholeModel
 from storage.model_files.packed_files import bundle, with_config
+from tests.learner.backends.model.built import build_model
 from tests.learner.tiny import TIS, random_samples, reference_logits, tiny_config
 from tests.learner.wrappers import WRAPPERS, save_wrapper
 

@@ -31,11 +31,11 @@ from learner.world.rank import Rank
 from learner.world.world import World
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
-from storage.weights.deltas import encode_delta
 from storage.weights.tensors import Weights, own, snapshot_content
 from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+from tests.storage.weights.encoded import encode_delta
 
 VERSIONS = 5
 SLOWLY = {"snapshot_every": 2, "snapshot_bytes_per_s": 30_000}

@@ -11,10 +11,10 @@ from bus.errors import LostDataError, StorageError
 from bus.trajectory import TrajectoryBatch
 from learner.history.retrain import _groups
 from learner.progress.lineage import TrainedStep
-from soak.trajectory_account import _stored_lengths
+from soak.trajectory_account import _stored_lengths, each_trajectory
 from storage.disk.run_directory import RunDirectory
 from storage.store import layout
-from storage.store.replay import ReplayStore, each_trajectory, read_groups
+from storage.store.replay import ReplayStore, read_groups
 from storage.store.segments import FILE, Segment
 from tests.factories import make_trajectory
 

@@ -14,8 +14,9 @@ from bus.errors import StorageError
 from storage.weights import deltas
 from storage.weights import tensors as in_parts
 from storage.weights.delta_format import MAGIC, DeltaHeader, PartChange, TensorChange, read_delta, write_delta
-from storage.weights.deltas import apply_delta, encode_delta
+from storage.weights.deltas import apply_delta
 from storage.weights.tensors import ITEM_BYTES, WORD, HostTensor, Weights, read_snapshot, snapshot_content
+from tests.storage.weights.encoded import encode_delta
 
 PARTS = [in_parts.PART_BYTES, 1000]
 NAN = np.array([np.nan, 0.0, -0.0, np.inf], np.float32).view(np.uint32)

@@ -10,8 +10,9 @@ import torch
 
 from storage.weights import tensors as in_parts
 from storage.weights.array_pool import SpareMemory
-from storage.weights.deltas import apply_delta, encode_delta
+from storage.weights.deltas import apply_delta
 from storage.weights.tensors import HostTensor, Weights
+from tests.storage.weights.encoded import encode_delta
 
 WORDS = np.arange(1000, dtype=np.uint16)
 

@@ -204,12 +204,6 @@ def _problems_of_sinks(dtype: torch.dtype, parallel: ParallelConfig) -> Iterator
         )
 
 
-def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
-    """Build the whole model on this rank; raises as `build_chunks` does."""
-    [model] = build_chunks(hf_config, dtype=dtype)
-    return model
-
-
 def transformer_config(
     hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> TransformerConfig:

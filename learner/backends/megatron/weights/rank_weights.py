@@ -91,17 +91,6 @@ def _tell_rounded_routers(rules: Sequence[Rule], state: State, dtype: torch.dtyp
         log.warning("router_weights_rounded", tensors=len(rounded), dtype=str(dtype), why=why)
 
 
-def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> dict[str, Tensor]:
-    """Return copies of the model's weights on rank 0, detached, on its device, exactly as they are.
-
-    A tied output layer is left out, as Hugging Face does in files. Every rank calls this; the others get
-    nothing."""
-    return {
-        name: part.clone(memory_format=torch.contiguous_format)
-        for name, part in stream_hf_weights(chunks, hf_config)
-    }
-
-
 @torch.no_grad()
 def stream_hf_weights(
     chunks: Sequence[torch.nn.Module],

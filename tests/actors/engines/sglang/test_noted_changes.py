@@ -10,8 +10,9 @@ from actors.engines.sglang import changes as sglang_changes
 from actors.engines.sglang.changes import changes, known, note
 from actors.weights.received import torch_tensors
 from storage.weights import tensors as in_parts
-from storage.weights.deltas import Moved, apply_delta, encode_delta
+from storage.weights.deltas import Moved, apply_delta
 from storage.weights.tensors import HostTensor, Weights
+from tests.storage.weights.encoded import encode_delta
 
 NAMES = ("q", "k")
 DTYPES = {"float32": "F32", "int64": "I64"}

@@ -3,10 +3,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError
-from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.model_loading import load_hf_directory
 from learner.model_directories.model_directory import save_hf_directory
+from tests.learner.backends.model.built import build_model, export_hf_weights
 from tests.learner.tiny import FAMILIES, hf_state, tiny_config, tiny_model
 
 

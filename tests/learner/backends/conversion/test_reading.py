@@ -9,10 +9,11 @@ from torch import Tensor
 
 from bus.errors import ConfigError
 from learner.backends.megatron.model.model import build_chunks
-from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.config.parallel import ParallelConfig
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from learner.model_directories.model_directory import HFWeights
+from tests.learner.backends.model.built import export_hf_weights
 from tests.learner.division import divide_world
 from tests.learner.tiny import hf_state, tiny_model
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from learner.backends.megatron.weights.rank_weights import export_hf_weights
 from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from
+from tests.learner.backends.model.built import built_from, export_hf_weights
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

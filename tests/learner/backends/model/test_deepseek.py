@@ -11,12 +11,11 @@ from bus.errors import ConfigError
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core.layout import layout_problems
 from learner.backends.megatron.fingerprint import fingerprint
-from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.router_replay import of_best_groups
-from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.config.parallel import ParallelConfig
-from tests.learner.backends.model.built import built_from, logits_of_both
+from tests.learner.backends.model.built import build_model, built_from, export_hf_weights, logits_of_both
 from tests.learner.tiny import hf_state, tiny_config, tiny_model
 
 LENGTHS = [5, 60, 1, 32, 9]

@@ -8,10 +8,9 @@ from bus.errors import ConfigError
 from learner.backends.megatron.conversion.families import family_of
 from learner.backends.megatron.fingerprint import fingerprint
 from learner.backends.megatron.model.attention.windows import windows_of
-from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from, logits_of_both
+from tests.learner.backends.model.built import build_model, built_from, logits_of_both
 from tests.learner.tiny import random_samples, reference_logits, tiny_config, tiny_model
 
 LENGTHS = [5, 60, 1, 32, 9]

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.weights.rank_weights import export_hf_weights
 from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from
+from tests.learner.backends.model.built import build_model, built_from, export_hf_weights
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
 
 

@@ -3,12 +3,10 @@ import torch
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.megatron.weights.rank_weights import export_hf_weights
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from
+from tests.learner.backends.model.built import build_model, built_from, export_hf_weights
 from tests.learner.tiny import (
     FAMILIES,
     ROPES,

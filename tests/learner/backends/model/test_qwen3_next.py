@@ -15,7 +15,7 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core.layout import layout_problems
 from learner.backends.megatron.fingerprint import fingerprint
 from learner.backends.megatron.model.exact import make_exact
-from learner.backends.megatron.model.model import build_chunks, build_model
+from learner.backends.megatron.model.model import build_chunks
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
@@ -28,7 +28,7 @@ from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
 from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy
-from tests.learner.backends.model.built import built_from, logits_of_both
+from tests.learner.backends.model.built import build_model, built_from, logits_of_both
 from tests.learner.tiny import (
     TIS,
     hf_gradients,
