@@ -1,8 +1,9 @@
 """All exceptions that the system raises on purpose. Each type is named for what the caller can do."""
 
+import difflib
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 MOST_LISTED = 12
 """Problems that one error lists: the screen that shows it has room for no more."""
@@ -26,6 +27,12 @@ def listed(problems: Sequence[str], most: int = MOST_LISTED) -> str:
     lines = [f"- {problem}" for problem in problems[:most]]
     more = [f"- and {len(problems) - most} more"] if len(problems) > most else []
     return "\n".join([*lines, *more])
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """Return the question whether the most similar of `names` was meant; empty where none is similar."""
+    match = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
+    return f"did you mean {match[0]!r}? " if match else ""
 
 
 def with_traceback(said: str, error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """Several environments in one run: each prompt is rolled out in the one that it names."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.scoring.call_times import CallTimes
+from bus.errors import nearest
 
 CHOICE = "environment"
 """Field of a prompt's metadata that names its environment."""
@@ -62,9 +62,8 @@ def refused_environment(chosen: object, known: Collection[str]) -> str | None:
     if isinstance(chosen, str) and chosen in known:
         return None
     names = sorted(set(known) - {DEFAULT})
-    close = difflib.get_close_matches(str(chosen), names, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     return (
-        f"its environment is {chosen!r}: {hint}the run has {', '.join(names) or 'none by name'}; define it "
-        f"in actors.environments, or name the field {CHOICE!r} of its metadata otherwise"
+        f"its environment is {chosen!r}: {nearest(chosen, names)}the run has "
+        f"{', '.join(names) or 'none by name'}; define it in actors.environments, or name the field "
+        f"{CHOICE!r} of its metadata otherwise"
     )

@@ -2,7 +2,6 @@
 
 A process may restrict which of them it imports, since their names come from a run that others define."""
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -15,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,10 +98,8 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
     function = getattr(module, attribute, None)
     if not callable(function):
         state = "is not callable" if hasattr(module, attribute) else "does not exist"
-        close = difflib.get_close_matches(
-            attribute, [key for key in vars(module) if not key.startswith("_")], 1
-        )
-        hint = f": did you mean {close[0]!r}?" if close and close[0] != attribute else ""
+        others = (key for key in vars(module) if not key.startswith("_") and key != attribute)
+        hint = f": {meant.strip()}" if (meant := nearest(attribute, others)) else ""
         hint = _same_name_hint(module_name) or hint
         raise ConfigError(f"{kind} {name!r}: {attribute!r} in {module_name!r} {state}{hint}")
     if _policy.directories:
@@ -220,9 +217,7 @@ def _same_name_hint(module_name: str) -> str:
 
 
 def _unknown(kind: str, name: str, builtins: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, builtins, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     return (
-        f"no {kind} named {name!r}: {hint}built in are {', '.join(sorted(builtins))}; "
+        f"no {kind} named {name!r}: {nearest(name, builtins)}built in are {', '.join(sorted(builtins))}; "
         "your own is written my_pkg.my_module:function"
     )

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from launch.cli import options
 from launch.cli.app import USAGE, app, log_as
 from launch.cli.given_settings import GivenSettings, OfSettings
@@ -18,7 +18,6 @@ from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import RunConfig, preset, validate
 from launch.settings.sources import merged
-from launch.settings.tree import nearest
 
 STANDARD_OUTPUT = Path("-")
 
@@ -144,7 +143,7 @@ def plan(
 
     configure_logging("error")
     if gpu not in GPUS:
-        raise ConfigError(f"--gpu {gpu} is unknown{nearest(gpu, GPUS)}; known are {', '.join(sorted(GPUS))}")
+        raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, GPUS)}known are {', '.join(sorted(GPUS))}")
     resolved = validate(merged(given.sources(settings)))
     given.prepare(with_environment=False)
     if given.prompts is not None and not is_hub_data(given.prompts):

@@ -14,10 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from launch.settings.environment_variables import variable_of
 from launch.settings.run_config import RunConfig
-from launch.settings.tree import Model, describe, members, nearest, settings_at, tag_of
+from launch.settings.tree import Model, describe, members, settings_at, tag_of
 
 COMMON: Mapping[str, tuple[str, ...]] = {
     "The run": ("run", "directory", "seed"),

@@ -7,10 +7,9 @@ from pathlib import Path
 from bus.connection import Bus
 from bus.messages import PolicyManifest
 from bus.streams.stream_reader import StreamPosition, StreamReader
-from launch.run_view.history import event_record
 from launch.settings.run_config import RunConfig
 from storage.metrics.recorder import decoded_event
-from storage.metrics.records import Record, parsed
+from storage.metrics.records import Record, event_record, parsed
 
 PART_BYTES = 4 << 20
 """Bytes of the file that are read at a time."""

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bus.errors import nearest
 from bus.server.nats_server import free_port, port_problem
 from launch.doctor.findings import Finding, FindingLevel, brief
 from launch.settings.environment_variables import KNOWN_VARIABLES
 from launch.settings.run_config import PARTS, RunConfig
-from launch.settings.tree import nearest
 
 LITTLE_BYTES, TOO_LITTLE_BYTES = 10 << 30, 1 << 30
 """Free space of a disk from which a warning and an error is due."""

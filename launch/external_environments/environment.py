@@ -19,10 +19,9 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from bus.config import Config
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from launch.recipes.recipe import user_cache
 from launch.settings.run_config import Layer
-from launch.settings.tree import nearest
 
 MAKE_TIMEOUT_S, INSTALL_TIMEOUT_S = 300.0, 3600.0
 SHOWN_LINES = 12

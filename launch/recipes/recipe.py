@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from launch.recipes import agent, calculator, instructions, reasoning, sums
 from launch.recipes.prompt_files import PromptFiles
 from launch.recipes.pypi_model import PackagedModel, make_directory_of
 from launch.settings.run_config import Layer
-from launch.settings.tree import nearest
 
 PROMPTS: Mapping[str, Callable[[], PromptFiles]] = {
     "agent": agent.prompts,

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from pathlib import Path
 
-from bus.evaluation_messages import EvaluationResult
-from bus.messages import Metrics
-from storage.metrics.records import Record, evaluation_record, integer, metrics_record, number, read_records
+from storage.metrics.records import Record, integer, number, read_records
 
 SOURCE_REWARD = "source_reward/"
 """What the names begin with of the mean reward of each source that a step trained on."""
@@ -81,17 +79,6 @@ def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
     if failed:
         texts.append(f"{failed} rollouts failed" if failed > 1 else "1 rollout failed")
     return f" ({', '.join(texts)})" if texts else ""
-
-
-def event_record(
-    event: Metrics | EvaluationResult, *, trains_from: int, time_s: float, learner_version: int | None = None
-) -> Record:
-    """Return the line that an event makes, of an evaluation one that came at `time_s`. Reinforcement learning
-    began with the version `trains_from`."""
-    if isinstance(event, Metrics):
-        return metrics_record(event)
-    step = max(0, event.policy_version - trains_from)
-    return evaluation_record(event, step=step, time_s=time_s, learner_version=learner_version)
 
 
 def is_step(record: Record) -> bool:

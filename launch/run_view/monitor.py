@@ -20,12 +20,12 @@ from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
 from bus.streams.stream_reader import StreamPosition, StreamReader
 from bus.waiting import set_within
-from launch.run_view.history import History, event_record, is_step, is_warmup
+from launch.run_view.history import History, is_step, is_warmup
 from launch.run_view.status_texts import further_policies, recent_ends
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.recorder import decoded_event, recorded_place
-from storage.metrics.records import integer, number, read_records
+from storage.metrics.records import event_record, integer, number, read_records
 
 log = structlog.get_logger()
 SILENT_S = 5.0

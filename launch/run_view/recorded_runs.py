@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 
 from bus.codec import Json
-from bus.errors import ConfigError, LostDataError
+from bus.errors import ConfigError, LostDataError, nearest
 from launch.run_view.run_files import LatestStep, RunFiles, finite
-from launch.settings.tree import nearest
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import is_run, run_directories, written_s
 

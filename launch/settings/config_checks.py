@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from actors.engines.sglang.server.gpu_count import gpus, replicas
 from actors.policy.cut_off_sampling import refuse_untold_masks
 from actors.settings.engines import refuse_quantised, refuse_running
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from launch.settings.numerics_checks import check_numerics
 from launch.settings.policies import refuse_policies
-from launch.settings.tree import nearest
 from learner.config.frozen_policies import refuse_other_sampling, teacher_settings
 from learner.config.lora import LoraConfig
 from storage.settings.evaluation import HELD_OUT

@@ -16,9 +16,8 @@ from actors.settings.engines import EngineConfig
 from actors.settings.environment import EnvironmentSettings
 from actors.settings.opponents import TAKEN, refuse_misnamed
 from bus.config import BusConfig, Config
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from bus.policy_names import DEFAULT_POLICY, policy_run
-from launch.settings.tree import nearest
 from learner.config.parallel import WorldConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.settings.config_checks import check_together
 from launch.settings.policies import (
@@ -25,7 +25,7 @@ from launch.settings.policies import (
     with_lasting_transport,
 )
 from launch.settings.slurm import SlurmConfig
-from launch.settings.tree import file_keys, may_be_none, nearest, settings_at, with_lists
+from launch.settings.tree import file_keys, may_be_none, settings_at, with_lists
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig

@@ -1,7 +1,6 @@
 """The settings as a tree of pydantic models: which there are at a place, and what may stand there."""
 
 import ast
-import difflib
 import inspect
 import json
 import sys
@@ -120,12 +119,6 @@ def file_keys(root: Model, location: Sequence[str]) -> Iterator[str]:
 def _is_by_name(root: Model, location: Sequence[str]) -> bool:
     field = settings_at(root, location[:-1]).get(location[-1])
     return field is not None and get_origin(field.annotation) is dict
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the question whether the most similar of `names` was meant; empty where none is similar."""
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"did you mean {match[0]!r}? " if match else ""
 
 
 def _tagged(found: Iterable[Model], tag: str) -> Any:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from bus.process.child_process import module_command
 from launch.settings.run_config import RunConfig
 from launch.settings.slurm import SlurmConfig
-from launch.settings.tree import nearest
 from learner.config.backend import refuse_other_world
 from storage.disk.atomic_files import make_directory, write_file
 from storage.disk.run_directory import RunDirectory

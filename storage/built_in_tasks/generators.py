@@ -1,7 +1,6 @@
 """Built-in tasks: prompts, held-out prompts and noisy demonstrations, written once as JSON Lines files."""
 
 import base64
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from bus.codec import Json
-from bus.errors import ConfigError
+from bus.errors import ConfigError, nearest
 from bus.messages import Prompt
 from storage.built_in_tasks import demonstrations as shown
 from storage.built_in_tasks import lookup_tasks as lookups
@@ -112,9 +111,9 @@ def generate_task(name: str, directory: Path, *, seed: int) -> TaskFiles:
     if name.startswith(PREFIX):
         return _generate_reasoning_gym(name, directory, seed=seed)
     if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"no built-in task {name!r}: {hint}the tasks are: {', '.join(TASKS)}")
+        raise ConfigError(
+            f"no built-in task {name!r}: {nearest(name, TASKS)}the tasks are: {', '.join(TASKS)}"
+        )
     task = TASKS[name]
     files = TaskFiles(*(directory / f"{part}.jsonl" for part in ("prompts", "heldout", "demonstrations")))
     manifest = directory / "task.json"

@@ -22,11 +22,10 @@ from storage.metrics.records import (
     Record,
     append_latest,
     append_records,
-    evaluation_record,
+    event_record,
     integer,
     is_counters,
     last_record,
-    metrics_record,
     older,
 )
 
@@ -91,12 +90,10 @@ async def _row(bus: Bus, message: StoredMessage) -> NumberedRow | None:
     event = decoded_event(message)
     if event is None:
         return None
-    if isinstance(event, Metrics):
-        return NumberedRow(metrics_record(event), message.place.sequence)
-    policy = await bus.get("policy", PolicyManifest)
-    step = max(0, event.policy_version - (policy[0].trains_from if policy is not None else 0))
-    latest = policy[0].policy_version if policy is not None else None
-    record = evaluation_record(event, step=step, time_s=message.time_s, learner_version=latest)
+    begins, latest = 0, None
+    if isinstance(event, EvaluationResult) and (policy := await bus.get("policy", PolicyManifest)):
+        begins, latest = policy[0].trains_from, policy[0].policy_version
+    record = event_record(event, trains_from=begins, time_s=message.time_s, learner_version=latest)
     return NumberedRow(record, message.place.sequence)
 
 

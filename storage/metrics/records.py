@@ -65,6 +65,17 @@ def evaluation_record(
     }
 
 
+def event_record(
+    event: Metrics | EvaluationResult, *, trains_from: int, time_s: float, learner_version: int | None = None
+) -> Record:
+    """Return the line that an event makes, of an evaluation one that came at `time_s`. Reinforcement learning
+    began with the version `trains_from`."""
+    if isinstance(event, Metrics):
+        return metrics_record(event)
+    step = max(0, event.policy_version - trains_from)
+    return evaluation_record(event, step=step, time_s=time_s, learner_version=learner_version)
+
+
 def append_records(path: Path, records: Iterable[Record]) -> None:
     """Append lines to the file, after a line that a killed writer may have left unfinished."""
     lines = "".join(_line(record) for record in records)

@@ -23,6 +23,7 @@ import structlog
 from bus.actor_counters import INFRA_FAILED_FRACTION, MEANS, RECENT_EPISODES, RECENT_INFRA_FAILED
 from bus.codec import Json
 from bus.errors import ConfigError
+from bus.process.log_throttle import LogThrottle
 from storage.disk.atomic_files import read_json, write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, integer, is_counters, number
@@ -152,7 +153,7 @@ class ThreadedSink:
         self._rows: queue.Queue[Record | None] = queue.Queue(MOST_ROWS)
         self._points = Points()
         self._closed_until_s = -inf
-        self._said_s = -inf
+        self._failures = LogThrottle(SAY_SO_S)
         self._left_out = 0
         self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
         self._thread.start()
@@ -205,8 +206,7 @@ class ThreadedSink:
 
     def _fails(self, reason: str) -> None:
         self._left_out += 1
-        if time.monotonic() - self._said_s >= SAY_SO_S:
-            self._said_s = time.monotonic()
+        if self._failures.due(time.monotonic()):
             log.warning("metrics_sink_fails", sink=self._name, reason=reason, rows_left_out=self._left_out)
 
 

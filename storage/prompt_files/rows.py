@@ -1,6 +1,5 @@
 """Reads rows of a file or a dataset directory, with errors that say where and what to do."""
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bus.codec import Json
-from bus.errors import ConfigError, SluiceError, with_traceback
+from bus.errors import ConfigError, SluiceError, nearest, with_traceback
 from bus.process.plugins import load_function, names_function
 from storage.prompt_files.hub_data import fetched_data, is_hub_data
 
@@ -93,10 +92,8 @@ class Row:
 def missing_key(key: str, present: Iterable[str]) -> str:
     """Return the error message for a `key` that is not among those `present`."""
     names = list(present)
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     there = ", ".join(map(repr, names)) or "none"
-    return f"no key {key!r}; {hint}the keys there are: {there}"
+    return f"no key {key!r}; {nearest(key, names)}the keys there are: {there}"
 
 
 def kind_of(value: object) -> str:
@@ -215,8 +212,7 @@ def _absence(file: Path) -> str:
     if not file.parent.is_dir():
         return f"no such file, nor the directory {file.parent}: check the path"
     candidates = [path.name for path in file.parent.iterdir() if path.suffix in _READERS]
-    close = difflib.get_close_matches(file.name, candidates, n=1)
-    return f"no such file: {f'did you mean {close[0]!r}?' if close else 'check the path'}"
+    return f"no such file: {nearest(file.name, candidates).strip() or 'check the path'}"
 
 
 def _read_jsonl(file: Path) -> Iterator[Raw]:

@@ -1,7 +1,6 @@
 """Reward of instructions that a program can verify, in the manner and the data format of IFEval
 (arXiv:2311.07911) and IFBench (arXiv:2507.02833)."""
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from actors.rewards.final_text import without_reasoning
 from actors.rewards.instructions.ifbench_form import FORM_CHECKS
 from actors.rewards.instructions.ifbench_words import WORD_CHECKS
 from actors.rewards.instructions.words import TEXT_CHECKS, holds
+from bus.errors import nearest
 
 _FENCE = re.compile(r"\A```(?:json)?+(.*)```\Z", re.DOTALL | re.IGNORECASE)
 _BULLET = re.compile(r"^[^\S\n]*+(?:\*(?!\*)|-(?!-)|[+•])\s*+\S.*$", re.MULTILINE)
@@ -143,9 +143,8 @@ def _refuse_unreadable(answer: Answer, name: str, arguments: Mapping[str, JSON])
     """Raise RewardError for an instruction that is unknown, or cannot be checked on any text."""
     check = CHECKS.get(name)
     if check is None:
-        close = difflib.get_close_matches(name, CHECKS, 1)
-        hint = f": did you mean {close[0]!r}?" if close else f"; known are {', '.join(CHECKS)}"
-        raise RewardError(f"task {answer.task_id}: no instruction is named {name!r}{hint}")
+        hint = nearest(name, CHECKS).strip() or f"known are {', '.join(CHECKS)}"
+        raise RewardError(f"task {answer.task_id}: no instruction is named {name!r}: {hint}")
     try:
         check(CONTROL, **arguments)
     except (TypeError, ValueError, AttributeError) as error:

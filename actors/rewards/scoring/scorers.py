@@ -1,7 +1,6 @@
 """Scores answers: with one reward, or with the one that each prompt chooses."""
 
 import asyncio
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -26,6 +25,7 @@ from actors.rewards.builtin.registry import CONFIGURED, REWARDS, load_group_rewa
 from actors.rewards.scoring.bounded_calls import BoundedCalls
 from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.rewards import SAMPLE_TEXT, RewardConfig
+from bus.errors import nearest
 from bus.trajectory import LARGEST_REWARD
 
 Found = TypeVar("Found")
@@ -170,11 +170,9 @@ def refused_choice(chosen: object, allowed: Sequence[str]) -> str | None:
     """Return why a prompt cannot choose this reward, and the remedy; None if it can."""
     if chosen in allowed:
         return None
-    close = difflib.get_close_matches(str(chosen), allowed, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     return (
-        f"its metadata choose the reward {chosen!r}: {hint}the run allows {', '.join(allowed)}; "
-        "name others in actors.environment.rewards"
+        f"its metadata choose the reward {chosen!r}: {nearest(chosen, allowed)}the run allows "
+        f"{', '.join(allowed)}; name others in actors.environment.rewards"
     )
 
 
