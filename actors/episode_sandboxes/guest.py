@@ -8,7 +8,6 @@ lives until the actor closes that socket, and forks for each command. Whatever h
 kernel ends a sandbox with its first process. Loads the standard library and three rooms.
 """
 
-import gc
 import json
 import os
 import resource
@@ -27,6 +26,7 @@ from actors.episode_sandboxes.guest_request import CommandRequest, GuestLimits, 
 from actors.programs.watch import below, end_children, signal_all
 from actors.sandboxes import kernel
 from actors.sandboxes.as_json import from_json
+from actors.sandboxes.fork_server import control_socket, ended_before, fork_for_each
 from actors.sandboxes.jail import DEVICE_LINKS, INSIDE, Host, enter, make_place, outermost, own_namespaces
 from actors.sandboxes.system_calls import NEEDED_BY_COMMANDS, filter_program, install_filter
 
@@ -69,9 +69,7 @@ class CommandDescriptors(NamedTuple):
 def main() -> None:
     """Show the host's programs read-only, and start a sandbox for each packet that comes."""
     settings = from_json(GuestSettings, sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
-    control = socket.socket(fileno=os.dup(0))
-    host = Host()
+    control, host = control_socket(), Host()
     try:
         enter(_shown(settings), partial(_furnish, settings.links), host, processes=True)
         _cover(settings.hidden)
@@ -80,18 +78,12 @@ def main() -> None:
         control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         return
     control.send(json.dumps({"ready": os.getpid()}).encode())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who hold sandboxes
-    gc.freeze()
-    while True:
-        packet, received, _, _ = socket.recv_fds(control, LARGEST_PACKET, 2)
-        if not packet:
-            return
-        if os.fork() == 0:
-            control.close()
-            limits = GuestLimits(**json.loads(packet))
-            os._exit(_hold(socket.socket(fileno=received[0]), received[1:], settings, limits, host))
-        for descriptor in received:
-            os.close(descriptor)
+
+    def hold(packet: bytes, received: list[int]) -> int:
+        limits = GuestLimits(**json.loads(packet))
+        return _hold(socket.socket(fileno=received[0]), received[1:], settings, limits, host)
+
+    fork_for_each(control, LARGEST_PACKET, 2, hold)
 
 
 def _shown(settings: GuestSettings) -> list[str]:
@@ -271,13 +263,8 @@ def _piped(file: int) -> int:
 
 def _wait(child: int, report: socket.socket, timeout_s: float) -> bool:
     """Wait for a command; end it after its time, or when the actor hangs up. Returns whether it was ended."""
-    ended = os.pidfd_open(child)
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(report, select.POLLIN)
-    ready = [descriptor for descriptor, _ in poll.poll(timeout_s * 1000)]
-    os.close(ended)
-    if ended in ready:
+    has_ended, _ = ended_before(child, report, timeout_s)
+    if has_ended:
         return False
     signal_all(below(os.getpid()), signal.SIGKILL)
     return True

@@ -7,10 +7,8 @@ watcher tells on `report` how its program ended, once no process of it is left, 
 closes its end. Loads the standard library and two rooms.
 """
 
-import gc
 import json
 import os
-import select
 import signal
 import socket
 from contextlib import suppress
@@ -22,6 +20,7 @@ from actors.programs.request import ProgramRequest
 from actors.programs.watch import LOOK_S, TERMINATE_S, Outcome, end_children, watch
 from actors.sandboxes import kernel
 from actors.sandboxes.as_json import from_json
+from actors.sandboxes.fork_server import control_socket, ended_before, fork_for_each
 
 SWEEP_S = 5.0
 """Longest time that the kernel may take to end what a program left behind."""
@@ -41,23 +40,11 @@ class ProgramDescriptors(NamedTuple):
 
 def main() -> None:
     """Start a program for each packet that comes, until the actor has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
-    control = socket.socket(fileno=os.dup(0))
-    gc.freeze()
-    while True:
-        packet, received, _, _ = socket.recv_fds(control, 16, len(ProgramDescriptors._fields))
-        if not packet:
-            return
-        given = ProgramDescriptors(*received)
-        if os.fork() == 0:
-            control.close()
-            os._exit(_attend(given))
-        for descriptor in given:
-            os.close(descriptor)
+    fork_for_each(control_socket(), 16, len(ProgramDescriptors._fields), _attend)
 
 
-def _attend(given: ProgramDescriptors) -> int:
+def _attend(_: bytes, received: list[int]) -> int:
+    given = ProgramDescriptors(*received)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     with socket.socket(fileno=given.report) as report:
@@ -105,17 +92,12 @@ def _run(
 
 def _wait(first: int, report: socket.socket) -> None:
     """Return when a program's first process has ended, which it is told to when the actor hangs up."""
-    ended = os.pidfd_open(first)
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(report, select.POLLIN)
-    ready = [descriptor for descriptor, _ in poll.poll()]
-    if ended not in ready:
+    has_ended, _ = ended_before(first, report, None)
+    if not has_ended:
         os.kill(first, signal.SIGTERM)
-        poll.unregister(report)
-        if not poll.poll(1000 * (TERMINATE_S + 2 * LOOK_S)):
+        has_ended, _ = ended_before(first, None, TERMINATE_S + 2 * LOOK_S)
+        if not has_ended:
             os.kill(first, signal.SIGKILL)
-    os.close(ended)
 
 
 if __name__ == "__main__":

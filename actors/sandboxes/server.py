@@ -7,13 +7,11 @@ as JSON, its own limits in place of those of LIMITS. Loads the standard library 
 """
 
 import builtins
-import gc
 import importlib
 import json
 import linecache
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -27,6 +25,7 @@ from typing import NamedTuple
 
 from actors.sandboxes import kernel
 from actors.sandboxes.as_json import from_json
+from actors.sandboxes.fork_server import control_socket, ended_before, fork_for_each
 from actors.sandboxes.jail import Host, enter, private_namespaces, python_directories
 from actors.sandboxes.kernel import LIKELIEST_TO_BE_KILLED
 from actors.sandboxes.limits import Limits
@@ -158,9 +157,7 @@ class Descriptors(NamedTuple):
 def main() -> None:
     """Enter the sandbox, say whether that worked, and start a program for each packet that comes."""
     limits = from_json(Limits, sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
-    control = socket.socket(fileno=os.dup(0))
-    host = Host()
+    control, host = control_socket(), Host()
     try:
         for name in limits.preload:
             importlib.import_module(name)
@@ -174,23 +171,11 @@ def main() -> None:
         control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         return
     control.send(json.dumps({"ready": os.getpid()}).encode())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for programs
-    gc.freeze()  # what is loaded stays shared with every program
-    while True:
-        packet, received, _, _ = socket.recv_fds(control, LARGEST_PACKET, len(Descriptors._fields))
-        if not packet:
-            return
-        given = Descriptors(*received)
-        if os.fork() == 0:
-            control.close()
-            _end(_supervise(given, replace(limits, **json.loads(packet)), host))
-        given.close()
-        os.close(given.report)
 
+    def supervise(packet: bytes, received: list[int]) -> int:
+        return _supervise(Descriptors(*received), replace(limits, **json.loads(packet)), host)
 
-def _end(status: int) -> None:
-    """End a forked process without running what the process that it was forked from would run at its end."""
-    os._exit(status)
+    fork_for_each(control, LARGEST_PACKET, len(Descriptors._fields), supervise)
 
 
 def _supervise(given: Descriptors, limits: Limits, host: Host) -> int:
@@ -243,20 +228,15 @@ def _read_all(descriptor: int) -> str:
 def _wait(child: int, report: socket.socket, wall_s: float, host: Host) -> str | None:
     """Wait for the program; kill it, with all it started, after `wall_s` or when the actor hangs up. Returns
     why it was killed, None if it was ending before."""
-    ended = os.pidfd_open(child)
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(report, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
-    os.close(ended)
-    if ended in ready:
+    has_ended, hung_up = ended_before(child, report, wall_s)
+    if has_ended:
         return None
     # the actor hangs up when the program's peer has ended, which sees its socket close before it is gone
     is_ending = _is_ending(host.read(f"{child}/stat"))
     os.kill(child, signal.SIGKILL)
     if is_ending:
         return None
-    return "stopped" if ready else "time"
+    return "stopped" if hung_up else "time"
 
 
 def _is_ending(stat: str) -> bool:
@@ -286,7 +266,7 @@ def _be_the_program(given: Descriptors, limits: Limits, source: str, begins: int
     except OSError as error:
         os.write(2, f"{error}\n".encode())
     finally:
-        _end(status)
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from torch import Tensor
 from learner.backends.output.output_layer import (
     KeptColumns,
     RowStatistics,
-    columns_here,
     in_chunks,
     kept_columns,
     logprobs_of_logits,
+    scaled_logits,
     softmax_sums,
     sums_over_ranks,
     whole_gradient,
@@ -65,10 +65,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, scale: Tensor, chosen: KeptColumns, group: dist.ProcessGroup | None
     ) -> Tensor:
-        column, here = columns_here(chosen, logits.shape[-1])
-        values = torch.where(here, logits.gather(-1, column).float() * scale[:, None], 0.0)
-        if group is not None and group.size() > 1:
-            dist.all_reduce(values, group=group)  # each token's logit is on one rank
+        values, column, here = scaled_logits(logits, scale, chosen, group)
         log_total = _log_total(logits, scale, group)
         log_others = _log_total(_without(logits, column, here), scale, group)
         ctx.save_for_backward(logits, scale, column, here, log_total, log_others)

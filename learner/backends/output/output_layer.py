@@ -297,11 +297,19 @@ def sums_over_ranks(
 
 def _kept_logits(logits: Tensor, scale: Tensor, kept: KeptColumns, group: dist.ProcessGroup | None) -> Tensor:
     """Return the scaled logits of the kept tokens, float32 [n, K]; -inf behind each set."""
-    column, here = columns_here(kept, logits.shape[-1])
+    values, _, _ = scaled_logits(logits, scale, kept, group)
+    return values.masked_fill(~kept.inside, -torch.inf)
+
+
+def scaled_logits(
+    logits: Tensor, scale: Tensor, chosen: KeptColumns, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scaled logits of chosen tokens, float32 [n, K], and what `columns_here` does."""
+    column, here = columns_here(chosen, logits.shape[-1])
     values = torch.where(here, logits.gather(-1, column).float() * scale[:, None], 0.0)
     if group is not None and group.size() > 1:
         dist.all_reduce(values, group=group)  # each token's logit is on one rank
-    return values.masked_fill(~kept.inside, -torch.inf)
+    return values, column, here
 
 
 def columns_here(kept: KeptColumns, local_vocab: int) -> tuple[Tensor, Tensor]:
