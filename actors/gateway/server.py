@@ -240,7 +240,7 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
-        ask = dialect.go_on(raw, session.chats) if dialect.go_on is not None else dialect.parse(raw)
+        ask = _ask_of(dialect, raw, session)
         return await self._answered(request, session, dialect, _attempt_of(request, raw), ask)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
@@ -266,7 +266,7 @@ class Gateway:
         model, method = request.match_info["model"], request.match_info["method"]
         if method == "countTokens":
             return web.json_response({"totalTokens": await session.count_tokens(parse_counted(raw))})
-        ask = replace(GOOGLE.parse(raw), model=model, stream=method == "streamGenerateContent")
+        ask = replace(_ask_of(GOOGLE, raw, session), model=model, stream=method == "streamGenerateContent")
         return await self._answered(request, session, GOOGLE, _attempt_of(request, raw), ask)
 
     async def _answered(
@@ -368,6 +368,10 @@ class Gateway:
                 "images, or raise actors.environment.gateway.most_body_bytes"
             )
             raise RefusedError(413, "request_too_large", reason) from error
+
+
+def _ask_of(dialect: Dialect, raw: bytes, session: Session) -> Ask:
+    return dialect.go_on(raw, session.chats) if dialect.go_on is not None else dialect.parse(raw)
 
 
 def _attempt_of(request: web.Request, raw: bytes) -> Attempt:

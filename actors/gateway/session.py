@@ -15,7 +15,7 @@ from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError, LatestUses, is_of_host
 from actors.episodes.task import FixedMessages
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
-from actors.gateway.dialects.known_chats import KnownChats
+from actors.gateway.dialects.known_chats import KnownChats, Meaning
 from actors.gateway.dialects.openai_responses import KeptResponses
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.gateway.posted_reward import PostedReward
@@ -55,7 +55,7 @@ class Session:
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
         """The newest answer that the agent got itself, as the policy gave it; of choices the first."""
-        self.chats = KnownChats()
+        self.chats = KnownChats[Meaning]()
         self.responses = KeptResponses(config.most_body_bytes)
         self.agents: set[str] = set()
         self.counts: Counter[str] = Counter()

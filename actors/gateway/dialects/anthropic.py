@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -24,7 +24,7 @@ from actors.gateway.dialects.base import (
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.known_chats import KnownChats
+from actors.gateway.dialects.known_chats import KnownChats, Meaning
 from actors.gateway.dialects.refusal import RefusedError, TooLongError
 from actors.policy.messages import Tool, ToolCall
 
@@ -157,8 +157,8 @@ class _Request(Body):
     stop_sequences: Annotated[list[str] | None, Field(max_length=MOST_STOPS)] = None
 
 
-def _parse(raw: bytes, known: KnownChats | None = None) -> Ask:
-    request, meanings = (known or KnownChats()).read(raw, _Request, _meanings, has_numbers=True)
+def _parse(raw: bytes, known: KnownChats[Meaning] | None = None) -> Ask:
+    request, meanings = (known or KnownChats[Meaning]()).read(raw, _Request, _meanings, has_numbers=True)
     prefix = _prefill(request.messages[-1]) if len(meanings) > 1 else None
     choice = request.tool_choice.type if request.tool_choice is not None else "auto"
     messages: list[ChatMessage] = []
@@ -202,7 +202,7 @@ def _declared(tool: _Tool) -> Tool | None:
     return {"type": "function", "function": function}
 
 
-def _meanings(request: _Request) -> list[tuple[ChatMessage, ...]]:
+def _meanings(request: _Request, _: Sequence[Meaning]) -> list[Meaning]:
     return [tuple(_messages(given)) for given in request.messages]
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from actors.episodes.task import JSON
 from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.known_chats import KnownChats
+from actors.gateway.dialects.known_chats import KnownChats, Meaning
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.policy.messages import ToolCall, ToolCallError
 
@@ -37,7 +37,7 @@ class Dialect:
     """What a stream carries while nothing is known."""
     told_in_streams: frozenset[str] = frozenset()
     """Codes of refusals that a client which asked for a stream reads there, and not with a status."""
-    go_on: Callable[[bytes, KnownChats], Ask] | None = None
+    go_on: Callable[[bytes, KnownChats[Meaning]], Ask] | None = None
     """Read a request as `parse` does, without what is known of its chat; None where nothing is kept."""
 
 

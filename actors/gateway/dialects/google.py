@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -23,6 +24,7 @@ from actors.gateway.dialects.base import (
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.known_chats import KnownChats, Meaning
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, parsed
 from actors.policy.messages import Tool, ToolCall
 
@@ -133,22 +135,31 @@ class _Counted(_Camel):
     contents: list[_Content] = []  # noqa: RUF012 - pydantic copies defaults
 
 
-def _parse(raw: bytes) -> Ask:
-    return _ask(parsed(_Request, raw))
+def _parse(raw: bytes, known: KnownChats[Meaning] | None = None) -> Ask:
+    known = known or KnownChats[Meaning]()
+    return _ask(
+        *known.read(
+            raw, _Request, _meanings, field="contents", has_numbers=True, stands_alone=_is_of_the_model
+        )
+    )
 
 
 def parse_counted(raw: bytes) -> Ask:
     """Read a request whose tokens are to be counted; raises `RefusedError`."""
     counted = parsed(_Counted, raw)
-    return _parse(raw) if counted.generate_content_request is None else _ask(counted.generate_content_request)
+    request = counted.generate_content_request or parsed(_Request, raw)
+    return _ask(request, _meanings(request, ()))
 
 
-def _ask(request: _Request) -> Ask:
+def _ask(request: _Request, meanings: Sequence[Meaning]) -> Ask:
     asked, calling = request.generation_config, request.tool_config.function_calling_config
     functions = [function for tools in request.tools for function in tools.function_declarations]
+    system: list[ChatMessage] = []
+    if request.system_instruction is not None:
+        system.append({"role": "system", "content": content_of(request.system_instruction.parts)})
     return Ask(
         model="",
-        messages=tuple(_messages(request)),
+        messages=(*system, *chain.from_iterable(meanings)),
         tools=() if calling.mode == "NONE" else tuple(map(_declared, functions)),
         left_out=tuple(name for tools in request.tools for name in tools.model_extra or {}),
         sampling=wanted(asked, asked.max_output_tokens),
@@ -187,26 +198,31 @@ def _lower(schema: JsonValue) -> JsonValue:
     }
 
 
-def _messages(request: _Request) -> Iterator[ChatMessage]:
-    if request.system_instruction is not None:
-        yield {"role": "system", "content": content_of(request.system_instruction.parts)}
+def _is_of_the_model(content: JsonValue) -> bool:
+    """Return whether a content stands alone: what follows may answer its calls without their ids."""
+    return isinstance(content, dict) and content.get("role") == "model"
+
+
+def _meanings(request: _Request, before: Sequence[Meaning]) -> list[Meaning]:
+    meanings: list[Meaning] = []
     waiting: list[tuple[str, str]] = []
     """Names and ids of the calls that have no answer yet: clients may leave the ids out."""
-    for number, content in enumerate(request.contents):
+    for number, content in enumerate(request.contents, len(before)):
         if content.role == "model":
             message, waiting = _assistant(content.parts, number)
-            yield message
-            continue
-        for part in content.parts:
-            if (answered := part.function_response) is not None:
-                yield {
-                    "role": "tool",
-                    "tool_call_id": _id_of(answered, waiting),
-                    "content": _result(answered),
-                }
-        rest = [part for part in content.parts if part.function_response is None]
-        if rest:
-            yield {"role": "system" if content.role == "system" else "user", "content": content_of(rest)}
+            meanings.append((message,))
+        else:
+            meanings.append(tuple(_given(content, waiting)))
+    return meanings
+
+
+def _given(content: _Content, waiting: list[tuple[str, str]]) -> Iterator[ChatMessage]:
+    for part in content.parts:
+        if (answered := part.function_response) is not None:
+            yield {"role": "tool", "tool_call_id": _id_of(answered, waiting), "content": _result(answered)}
+    rest = [part for part in content.parts if part.function_response is None]
+    if rest:
+        yield {"role": "system" if content.role == "system" else "user", "content": content_of(rest)}
 
 
 def _assistant(parts: Sequence[_Part], number: int) -> tuple[ChatMessage, list[tuple[str, str]]]:
@@ -305,4 +321,5 @@ def _error_event(refusal: RefusedError) -> bytes:
 GOOGLE = Dialect(
     _parse, _body, _events, _error, _error_event,
     keep_alive=b"\n",  # genai takes any other line for JSON, comments too
+    go_on=_parse,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """OpenAI's chat completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ from actors.gateway.dialects.base import (
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.known_chats import KnownChats
+from actors.gateway.dialects.known_chats import KnownChats, Meaning
 from actors.gateway.dialects.refusal import RefusedError
 from actors.policy.messages import Tool, ToolCall
 
@@ -94,8 +94,8 @@ class _Request(Body):
     seed: int | None = None
 
 
-def _parse(raw: bytes, known: KnownChats | None = None) -> Ask:
-    request, meanings = (known or KnownChats()).read(raw, _Request, _meanings)
+def _parse(raw: bytes, known: KnownChats[Meaning] | None = None) -> Ask:
+    request, meanings = (known or KnownChats[Meaning]()).read(raw, _Request, _meanings)
     tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return Ask(
@@ -129,7 +129,7 @@ def declared(tool: _Tool) -> Tool:
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
 
 
-def _meanings(request: _Request) -> list[tuple[ChatMessage, ...]]:
+def _meanings(request: _Request, _: Sequence[Meaning]) -> list[Meaning]:
     return [(_message(given),) for given in request.messages]
 
 

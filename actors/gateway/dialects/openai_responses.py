@@ -23,6 +23,7 @@ from actors.gateway.dialects.base import (
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Origin, Reply
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_chat import demanded, error
 from actors.gateway.dialects.refusal import RefusedError, invalid, parsed
 from actors.policy.messages import Tool, ToolCall, ToolCallError
@@ -33,6 +34,10 @@ INPUT = "input"
 """Parameter by which a custom tool gets its text."""
 MOST_KEPT = 32
 """Answers of a session that its requests may go on from."""
+CONTINUED_BY = ("previous_response_id", "conversation")
+OF_ASSISTANT = ("message", "reasoning", "function_call", "custom_tool_call")
+OF_NO_MESSAGE = ("additional_tools", "configuration_update")
+"""Types of items that are no message: tools are read apart, and effort is the run's."""
 
 
 class DeclaredTool(Body):
@@ -161,6 +166,10 @@ class _Request(Body):
     def conversation_id(self) -> str | None:
         return self.conversation.id if isinstance(self.conversation, _Named) else self.conversation
 
+    @property
+    def goes_on_from(self) -> str | None:
+        return self.conversation_id or self.previous_response_id
+
 
 class _Begun(Body):
     items: list[_Item] | None = None
@@ -169,64 +178,58 @@ class _Begun(Body):
 ITEMS = TypeAdapter(list[_Item])
 
 
-@dataclass(frozen=True, slots=True)
-class _History:
-    """What the items of a conversation come to."""
-
-    messages: tuple[ChatMessage, ...] = ()
-    tools: tuple[DeclaredTool, ...] = ()
-
-    def followed_by(self, items: Sequence[_Item]) -> "_History":
-        tools = (tool for item in items for tool in item.tools)
-        return _History(_messages(items, self.messages), (*self.tools, *tools))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """Items of a conversation, as JSON, behind those before them, which other answers have too."""
+    """An item of a conversation, behind those before it, which other conversations have too."""
 
-    items: bytes
+    number: int
+    """Messages that the conversation has up to here."""
+    message: ChatMessage | None
+    """The last of them, which further items of the same assistant go on."""
+    tools: tuple[DeclaredTool, ...]
+    """Those that the item declares."""
     before: "_Kept | None"
+    size_bytes: int
+    """Size of the item as JSON."""
     whole_bytes: int
     """Size of all of the conversation's items."""
 
     def backwards(self) -> Iterator["_Kept"]:
-        part: _Kept | None = self
-        while part is not None:
-            yield part
-            part = part.before
+        item: _Kept | None = self
+        while item is not None:
+            yield item
+            item = item.before
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A request with what it goes on from, and what is to be kept of it."""
+    """A request with its conversation."""
 
     ask: Ask
-    history: _History
-    """What it goes on from, and its own items."""
-    before: _Kept | None
-    items: Sequence[_Item]
-    """Items to keep with the answer; there are none where nothing is to be kept."""
+    last: _Kept | None
+    """Its last item, behind which the answer is kept; None where nothing is to be kept."""
     conversation: str | None
-    """Id under which they are kept, besides the answer's own."""
+    """Id under which the answer is kept, besides its own."""
 
 
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
-    return _asked(request, _History().followed_by(request.items))
+    return _asked(request, _last(None, request.items))
 
 
-def _asked(request: _Request, history: _History) -> Ask:
-    if not history.messages:
+def _asked(request: _Request, last: _Kept | None) -> Ask:
+    """Return what a request asks for, by the last item of its conversation."""
+    messages, tools = _history(last)
+    if not messages:
         raise invalid("input: give at least one message")
     system: list[ChatMessage] = []
     if request.instructions:
         system.append({"role": "system", "content": request.instructions})
     text_format = [f"text.{name}" for name in unmet(request.text, "format")] if request.text else []
-    offered = OfferedTools(() if request.tool_choice == "none" else (*(request.tools or ()), *history.tools))
+    offered = OfferedTools(() if request.tool_choice == "none" else (*(request.tools or ()), *tools))
     return Ask(
         model=request.model,
-        messages=(*system, *history.messages),
+        messages=(*system, *messages),
         tools=tuple(offered.functions),
         origins=offered.origins,
         left_out=tuple(offered.left_out),
@@ -238,122 +241,139 @@ def _asked(request: _Request, history: _History) -> Ask:
 
 
 class KeptResponses:
-    """The conversations behind the latest answers of a session, for requests that go on from one of them.
-    Conversations share what they have in common, and of a request that goes on from the newest one only what
-    is new is read."""
+    """Reads the requests of a session, of which only new items are read, and keeps the conversations behind
+    its latest answers, for requests that go on from one of them. Conversations share what they have in
+    common."""
 
     def __init__(self, most_bytes: int) -> None:
         """Keep nothing yet, and never more than `most_bytes` of JSON: the actor's memory has to hold it."""
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._newest: tuple[_Kept | None, _History] = (None, _History())
-        """The conversation that was kept last, and what it comes to."""
+        self._kept: OrderedDict[str, _Kept | None] = OrderedDict()
+        self._chats = KnownChats[_Kept]()
 
     def begin(self, raw: bytes) -> str:
         name, items = f"conv_{secrets.token_hex(12)}", parsed(_Begun, raw or b"{}").items or []
-        self._put(_following(None, items), _History().followed_by(items), name)
+        self._put(_last(None, items), name)
         return name
 
     def read(self, raw: bytes, *, again: bool = False) -> Continued:
         """Return a request with all that it goes on from. One that comes `again` may do without, since it
         gets the answer of the first time. Raises `RefusedError` for a response or conversation that is not
         kept, and for a whole that is larger than a body may be."""
-        request = parsed(_Request, raw)
-        conversation, before = request.conversation_id, None
+
+        def items_of(request: _Request, before: Sequence[_Kept]) -> list[_Kept]:
+            last = before[-1] if before else self._before(request, len(raw), again=again)
+            return _following(last, request.items) or ([] if last is None else [last])
+
+        request, items = self._chats.read(
+            raw, _Request, items_of, field="input", continued_by=CONTINUED_BY, has_numbers=True
+        )
+        last, earlier = items[-1] if items else None, request.goes_on_from
+        is_stored = request.store is not False or request.conversation_id is not None
+        is_whole = not earlier or earlier in self._kept
+        kept = last if is_stored and is_whole else None
+        return Continued(_asked(request, last), kept, request.conversation_id)
+
+    def _before(self, request: _Request, size_bytes: int, *, again: bool) -> _Kept | None:
+        """Return the last item of what a request goes on from by its id."""
+        conversation = request.conversation_id
         if conversation is not None and request.previous_response_id is not None:
             raise invalid("conversation and previous_response_id: a request goes on from one of them")
-        if earlier := conversation or request.previous_response_id:
-            before = self._kept.get(earlier)
-            if before is None and again:
-                return Continued(_parse(raw), _History(), None, (), None)
-            if before is None:
-                kind = "previous_response" if conversation is None else "conversation"
-                reason = f"{earlier!r} is none of this session's latest: send the whole input"
-                raise RefusedError(404, f"{kind}_not_found", f"{earlier}: {reason}")
-            if (size := before.whole_bytes + len(raw)) > self._most_bytes:
-                raise RefusedError(
-                    413, "request_too_large",
-                    f"what it goes on from and the request have {size} bytes together, more than "
-                    f"{self._most_bytes}: send less, or raise actors.environment.gateway.most_body_bytes",
-                )  # fmt: skip
-        history = self._history(before).followed_by(request.items)
-        stored = request.store is not False or conversation is not None
-        return Continued(
-            _asked(request, history), history, before, request.items if stored else (), conversation
-        )
+        earlier = request.goes_on_from
+        if not earlier or (again and earlier not in self._kept):
+            return None
+        if earlier not in self._kept:
+            kind = "previous_response" if conversation is None else "conversation"
+            reason = f"{earlier!r} is none of this session's latest: send the whole input"
+            raise RefusedError(404, f"{kind}_not_found", f"{earlier}: {reason}")
+        before = self._kept[earlier]
+        if before is not None and (size := before.whole_bytes + size_bytes) > self._most_bytes:
+            raise RefusedError(
+                413, "request_too_large",
+                f"what it goes on from and the request have {size} bytes together, more than "
+                f"{self._most_bytes}: send less, or raise actors.environment.gateway.most_body_bytes",
+            )  # fmt: skip
+        return before
 
     def keep(self, asked: Continued, body: Shown) -> None:
         """Keep an answer behind the items that it answers, unless that was done for an earlier attempt."""
-        if asked.items and str(body["id"]) not in self._kept:
-            output = ITEMS.validate_python(body["output"])
-            kept = _following(asked.before, [*asked.items, *output])
-            self._put(kept, asked.history.followed_by(output), str(body["id"]), asked.conversation)
+        if asked.last is not None and str(body["id"]) not in self._kept:
+            last = _last(asked.last, ITEMS.validate_python(body["output"]))
+            self._put(last, str(body["id"]), asked.conversation)
 
-    def _history(self, kept: _Kept | None) -> _History:
-        newest, history = self._newest
-        if kept is newest:
-            return history
-        parts = [*kept.backwards()] if kept is not None else []
-        return _History().followed_by(
-            [item for part in reversed(parts) for item in ITEMS.validate_json(part.items)]
-        )
-
-    def _put(self, kept: _Kept, history: _History, *names: str | None) -> None:
-        self._newest = kept, history
+    def _put(self, last: _Kept | None, *names: str | None) -> None:
         for name in filter(None, names):
-            self._kept[name] = kept
+            self._kept[name] = last
             self._kept.move_to_end(name)
         while len(self._kept) > MOST_KEPT or self.size_bytes > self._most_bytes:
             self._kept.popitem(last=False)
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all that is kept, of which each part counts once."""
-        parts: dict[int, int] = {}
-        for kept in self._kept.values():
-            for part in kept.backwards():
-                if id(part) in parts:  # and so are those before it
+        """Return the size of all that is kept, of which each item counts once."""
+        items: dict[int, int] = {}
+        for last in filter(None, self._kept.values()):
+            for kept in last.backwards():
+                if id(kept) in items:  # and so are those before it
                     break
-                parts[id(part)] = len(part.items)
-        return sum(parts.values())
+                items[id(kept)] = kept.size_bytes
+        return sum(items.values())
 
 
-def _following(before: _Kept | None, items: list[_Item]) -> _Kept:
-    data = ITEMS.dump_json(items, exclude_defaults=True)
-    return _Kept(data, before, len(data) + (before.whole_bytes if before is not None else 0))
-
-
-def _messages(items: Sequence[_Item], before: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Return the conversation; what an assistant thought, said and called in a row is one message."""
-    messages = [*before]
+def _following(before: _Kept | None, items: Sequence[_Item]) -> list[_Kept]:
+    """Return items, each behind the one before it."""
+    found: list[_Kept] = []
     for item in items:
-        match item.type:
-            case "message" if item.role != "assistant":
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": content_of(item.content)})
-            case "function_call_output" | "custom_tool_call_output":
-                answer: Shown = {
-                    "role": "tool",
-                    "tool_call_id": item.call_id,
-                    "content": content_of(item.output),
-                }
-                messages.append(answer)
-            case "message" | "function_call" | "custom_tool_call" | "reasoning":
-                _add_to_assistant(messages, item)
-            case "agent_message":  # of another agent of Codex's
-                messages.append({"role": "user", "content": text_of(item.content)})
-            case "additional_tools" | "configuration_update":  # tools are read elsewhere, effort is the run's
-                pass
-            case _:
-                raise invalid(f"input of type {item.type!r}: give messages, calls of tools and their outputs")
-    return tuple(messages)
+        before = _behind(before, item)
+        found.append(before)
+    return found
 
 
-def _add_to_assistant(messages: list[ChatMessage], item: _Item) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    message: Shown = {**messages[-1]}  # earlier requests have it too
-    messages[-1] = message
+def _last(before: _Kept | None, items: Sequence[_Item]) -> _Kept | None:
+    return _following(before, items)[-1] if items else before
+
+
+def _behind(before: _Kept | None, item: _Item) -> _Kept:
+    """Return an item behind another; what an assistant thought, said and called in a row is one message."""
+    number, message = (0, None) if before is None else (before.number, before.message)
+    if item.type in OF_ASSISTANT and (item.type != "message" or item.role == "assistant"):
+        is_begun = message is not None and message["role"] == "assistant"
+        number, message = number + (not is_begun), _assistant(item, message if is_begun else None)
+    elif item.type not in OF_NO_MESSAGE:
+        number, message = number + 1, _message(item)
+    size_bytes = len(item.model_dump_json(exclude_defaults=True))
+    whole_bytes = size_bytes + (0 if before is None else before.whole_bytes)
+    return _Kept(number, message, tuple(item.tools), before, size_bytes, whole_bytes)
+
+
+def _history(last: _Kept | None) -> tuple[list[ChatMessage], list[DeclaredTool]]:
+    """Return the messages of a conversation, and the tools that its items declare."""
+    messages: list[ChatMessage] = []
+    tools: list[DeclaredTool] = []
+    wanted = last.number if last is not None else 0
+    for item in last.backwards() if last is not None else ():
+        if item.message is not None and item.number == wanted:
+            messages.append(item.message)
+            wanted -= 1
+        tools.extend(reversed(item.tools))
+    return messages[::-1], tools[::-1]
+
+
+def _message(item: _Item) -> ChatMessage:
+    match item.type:
+        case "message":
+            role = "system" if item.role == "developer" else item.role
+            return {"role": role, "content": content_of(item.content)}
+        case "function_call_output" | "custom_tool_call_output":
+            return {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
+        case "agent_message":  # of another agent of Codex's
+            return {"role": "user", "content": text_of(item.content)}
+    raise invalid(f"input of type {item.type!r}: give messages, calls of tools and their outputs")
+
+
+def _assistant(item: _Item, begun: ChatMessage | None) -> ChatMessage:
+    """Return an assistant's message with a further item; the one that has begun stays as it is."""
+    message: Shown = {"role": "assistant", "content": "", **(begun or {})}
     if item.type == "message":
         message["content"] = f"{message['content']}{text_of(item.content)}"
     elif item.type == "reasoning":
@@ -367,6 +387,7 @@ def _add_to_assistant(messages: list[ChatMessage], item: _Item) -> None:
         called = custom_call(item.call_id, name, item.input) if is_custom else None
         called = called or ToolCall(item.call_id, name, item.arguments)
         message["tool_calls"] = [*calls, called.as_json]
+    return message
 
 
 def _body(ask: Ask, reply: Reply) -> Shown:

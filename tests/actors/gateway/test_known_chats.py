@@ -5,10 +5,12 @@ from copy import deepcopy
 
 import pytest
 
-from actors.gateway.dialects import anthropic, openai_chat
+from actors.gateway.dialects import anthropic, google, openai_chat, openai_responses
 from actors.gateway.dialects.anthropic import ANTHROPIC
+from actors.gateway.dialects.google import GOOGLE
 from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
+from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES, KeptResponses
 from actors.gateway.dialects.refusal import RefusedError
 
 TURNS = 30
@@ -37,19 +39,85 @@ def blocks(turns: int, question: str = "one and one") -> list[dict[str, object]]
     return said
 
 
+def contents(turns: int, question: str = "one and one") -> list[dict[str, object]]:
+    said: list[dict[str, object]] = [{"role": "user", "parts": [{"text": question}]}]
+    for turn in range(turns):
+        calls = [{"functionCall": {"name": "add", "args": {"a": number}}} for number in (1, turn)]
+        results = [{"functionResponse": {"name": "add", "response": {"output": turn}}}] * 2  # without ids
+        said += [{"role": "model", "parts": calls}, {"parts": results[:1]}, {"parts": results[1:]}]
+    return said
+
+
+def items(turns: int, question: str = "one and one") -> list[dict[str, object]]:
+    tool = {"type": "function", "name": "add", "parameters": {"minimum": 1}}
+    said: list[dict[str, object]] = [{"content": question}, {"type": "additional_tools", "tools": [tool]}]
+    for turn in range(turns):
+        said.append({"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]})
+        said.append({"role": "assistant", "content": [{"type": "output_text", "text": "I add."}]})
+        said.append({"type": "configuration_update"})
+        said.append({"type": "function_call", "call_id": f"c{turn}", "name": "add", "arguments": "{}"})
+        said.append({"type": "function_call_output", "call_id": f"c{turn}", "output": str(turn)})
+    return said
+
+
+CHATS = {
+    OPENAI_CHAT: (chat, "messages"),
+    ANTHROPIC: (blocks, "messages"),
+    GOOGLE: (contents, "contents"),
+    OPENAI_RESPONSES: (items, "input"),
+}
+"""How a chat of an API is made, and under which name requests have it."""
+NAMES = ["openai", "anthropic", "google", "responses"]
+
+
+def reader(dialect):
+    """Return what reads a chat as that of a session, in which it is kept."""
+    known, kept = KnownChats(), KeptResponses(1 << 20)
+
+    def read(said, **more):
+        raw = json.dumps({CHATS[dialect][1]: said, **more}).encode()
+        return dialect.go_on(raw, known) if dialect.go_on is not None else kept.read(raw).ask
+
+    return read
+
+
+def alone(dialect, said):
+    return dialect.parse(json.dumps({CHATS[dialect][1]: said}).encode())
+
+
 @pytest.mark.parametrize(
     ("dialect", "module", "name"),
-    [(OPENAI_CHAT, openai_chat, "_message"), (ANTHROPIC, anthropic, "_messages")],
-    ids=["openai", "anthropic"],
+    [
+        (OPENAI_CHAT, openai_chat, "_message"),
+        (ANTHROPIC, anthropic, "_messages"),
+        (GOOGLE, google, "_assistant"),
+        (OPENAI_RESPONSES, openai_responses, "_behind"),
+    ],
+    ids=NAMES,
 )
 def test_every_message_of_a_growing_chat_is_read_once(monkeypatch, dialect, module, name):
     read, given = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda one: read.append(one) or given(one))
-    known, says = KnownChats(), chat if dialect is OPENAI_CHAT else blocks
+    monkeypatch.setattr(module, name, lambda *of: read.append(of[-1]) or given(*of))
+    reads, (says, _) = reader(dialect), CHATS[dialect]
     for turn in range(TURNS + 1):
         for question in ("one and one", "a title"):  # two agents of a session, in turns
-            dialect.go_on(body(*says(turn, question)), known)
-    assert len(read) == 2 * len(says(TURNS))
+            reads(says(turn, question))
+    whole = says(TURNS) if dialect is not GOOGLE else range(TURNS)  # its answers alone, which are counted
+    assert len(read) == 2 * len(whole)
+
+
+@pytest.mark.parametrize("dialect", CHATS, ids=NAMES)
+def test_a_chat_that_repeats_another_in_part_means_what_it_means_alone(dialect):
+    reads, says = reader(dialect), CHATS[dialect][0]
+    said = says(4)
+    for cut in (*range(1, len(said) + 1), *range(len(said), 0, -1)):
+        for further in (says(0), says(1, "else"), said[-2:]):
+            asked = [*said[:cut], *further]
+            assert reads(asked) == alone(dialect, asked), (cut, further)
+    for number in (1, 1.0, True):  # they are equal, and are written in other ways
+        asked = json.loads(json.dumps(said).replace('"a": 1}', f'"a": {json.dumps(number)}}}'))
+        asked = json.loads(json.dumps(asked).replace('"minimum": 1}', f'"minimum": {json.dumps(number)}}}'))
+        assert repr(reads(asked)) == repr(alone(dialect, asked))
 
 
 def test_requests_of_anthropic_that_repeat_a_chat_mean_what_they_mean_alone():
