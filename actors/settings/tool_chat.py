@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from actors.settings.environment import EnvironmentSettings
 from actors.settings.rewards import RewardConfig
 from actors.settings.sandbox_tools import SandboxToolConfig
-from actors.settings.tools import McpConfig, PluginToolConfig, ToolConfig
+from actors.settings.tools import McpConfig, PluginToolConfig, SearchConfig, ToolConfig
 
 
 class ToolsConfig(EnvironmentSettings, RewardConfig):
@@ -59,7 +59,7 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     def _names(self) -> list[str]:
         names: list[str] = []
         for tool in self.tools:
-            if isinstance(tool, SandboxToolConfig):
+            if isinstance(tool, SandboxToolConfig | SearchConfig):
                 names += tool.names
             elif not isinstance(tool, PluginToolConfig | McpConfig):
                 names.append(tool.name)

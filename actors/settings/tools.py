@@ -69,6 +69,15 @@ class SearchConfig(Config):
     """Length to which a passage is cut."""
     stopwords: Literal["en", "none"] = "en"
     """Words that say nothing and are left out of passages and queries."""
+    fetch: str | None = Field(None, pattern=NAME)
+    """Name of a second tool, by which the model reads a document of the corpus: all passages with the same
+    `title`, in the order of the file. `None` offers no such tool."""
+    fetched_characters: int = Field(4000, ge=1)
+    """Length of what one call of that tool reads."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,) if self.fetch is None else (self.name, self.fetch)
 
     @property
     def of_task(self) -> str | None:

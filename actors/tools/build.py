@@ -35,22 +35,22 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
         case CalculatorConfig():
             return [Calculator(config.name)]
         case SearchConfig():
-            return [_search(config)]
+            return _search(config)
         case McpConfig():
             return _mcp(config)
     return [cast(Tool, built_part("tool", config.tool, config.settings, PARTS))]
 
 
-def _search(config: SearchConfig) -> Tool:
+def _search(config: SearchConfig) -> Sequence[Tool]:
     """Index the corpus. Raises ConfigError for one that cannot be used, or may not be read."""
     try:
-        from actors.tools.search import SearchTool
+        from actors.tools.search import search_tools
     except ImportError as error:
         raise ConfigError("the search tool needs bm25s: pip install 'sluice-rl[search]'") from error
     corpus = str(config.corpus)
     if config.of_task is None:  # or a stranger would read a file of this host
         refuse_of_record(f"the corpus {corpus!r}", corpus)
-    return SearchTool(config)
+    return search_tools(config)
 
 
 def _mcp(config: McpConfig) -> Sequence[Tool]:

@@ -1,15 +1,16 @@
-"""The tool that searches a local corpus by BM25 (package `bm25s`, optional): passages come back as text, in
-the manner of Search-R1."""
+"""The tools that search a local corpus by BM25 (package `bm25s`, optional), in the manner of Search-R1, and
+read its documents."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import bm25s
 from bm25s.tokenization import Tokenized
 
 from actors.episodes.task import JSON
 from actors.settings.tools import SearchConfig
-from actors.tools.base import Arguments, ToolResult, shortened
+from actors.tools.base import Arguments, Tool, ToolResult, shortened
 from bus.errors import ConfigError
 from storage.built_in_tasks.generators import task_passages
 from storage.prompt_files.rows import Row, read_rows
@@ -52,11 +53,10 @@ class SearchTool:
         "additionalProperties": False,
     }
 
-    def __init__(self, config: SearchConfig) -> None:
-        """Read and index the corpus. Raises ConfigError for one that cannot be used, naming the row."""
+    def __init__(self, config: SearchConfig, passages: Sequence[str]) -> None:
+        """Index the corpus. Raises ConfigError for one in which nothing can be found."""
         self.name = config.name
         self._top_k = config.top_k
-        passages = _corpus(config)
         self._passages = [shortened(passage, config.passage_characters) for passage in passages]
         stopwords = None if config.stopwords == "none" else config.stopwords
         try:
@@ -74,14 +74,69 @@ class SearchTool:
         """Do nothing: nothing is held."""
 
 
-def _corpus(config: SearchConfig) -> Sequence[str]:
+class FetchTool:
+    """Answers with a part of a document of the corpus."""
+
+    description = "Reads a document of the collection by its title, from its beginning or a later character."
+    parameters: Mapping[str, JSON] = {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "description": "title as the search shows it, without brackets"},
+            "start": {"type": "integer", "description": "first character to read, from 0"},
+        },
+        "required": ["title"],
+        "additionalProperties": False,
+    }
+
+    def __init__(self, name: str, documents: Mapping[str, str], *, characters: int) -> None:
+        self.name = name
+        self._documents = documents
+        self._characters = characters
+
+    async def call(self, arguments: Arguments) -> ToolResult:
+        title, start = str(arguments["title"]), arguments.get("start", 0)
+        document = self._documents.get(title)
+        if document is None:
+            return ToolResult(f"no document is named {title!r}: give a title of a search", failed=True)
+        if not (isinstance(start, int) and 0 <= start < len(document)):
+            return ToolResult(f"{title!r} has characters 0 to {len(document) - 1}", failed=True)
+        end = start + self._characters
+        left = len(document) - end
+        more = f"\n[{left} characters follow from start={end} on]" if left > 0 else ""
+        return ToolResult(document[start:end] + more)
+
+    async def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+
+def search_tools(config: SearchConfig) -> list[Tool]:
+    """Read the corpus and index it. Raises ConfigError for one that cannot be used, naming the row."""
+    passages, documents = list[str](), defaultdict[str, list[str]](list)
+    for title, text in _corpus(config):
+        passages.append(f"({title}) {text}" if title else text)
+        if title and config.fetch is not None:
+            documents[title].append(text)
+    tools: list[Tool] = [SearchTool(config, passages)]
+    if config.fetch is not None:
+        if not documents:
+            raise ConfigError(
+                f"{config.corpus}: no passage has a 'title', by which the tool {config.fetch!r} finds a "
+                "document: give passages titles, or leave fetch out"
+            )
+        whole = {title: "\n".join(texts) for title, texts in documents.items()}
+        tools.append(FetchTool(config.fetch, whole, characters=config.fetched_characters))
+    return tools
+
+
+def _corpus(config: SearchConfig) -> Iterable[tuple[str, str]]:
     if config.of_task is not None:
-        return task_passages(config.of_task)
-    return [_passage(row) for row in read_rows(config.corpus)]
+        return [("", text) for text in task_passages(config.of_task)]
+    return map(_passage, read_rows(config.corpus))
 
 
-def _passage(row: Row) -> str:
+def _passage(row: Row) -> tuple[str, str]:
+    """Return the title of a passage, which may be empty, and its text."""
     text, title = row.required("text"), row.values.get("title")
     if not (isinstance(text, str) and text.strip()):
         raise ConfigError(f"{row.where}: 'text' is not a text or is empty: fill it or remove the row")
-    return f"({title}) {text}" if isinstance(title, str) and title else text
+    return title if isinstance(title, str) else "", text

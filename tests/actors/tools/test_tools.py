@@ -15,7 +15,7 @@ from actors.tools.base import ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
 from actors.tools.calculator import Calculator
 from actors.tools.python import PythonTool
-from actors.tools.search import SearchTool
+from actors.tools.search import search_tools
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
 from storage.built_in_tasks.generators import task_passages
@@ -84,7 +84,7 @@ def corpus(tmp_path):
 
 
 async def test_search_finds_the_passages_that_share_words_the_best_first(corpus):
-    tool = SearchTool(SearchConfig(corpus=corpus, top_k=2, passage_characters=60))
+    [tool] = search_tools(SearchConfig(corpus=corpus, top_k=2, passage_characters=60))
     found = await tool.call({"query": "river in France"})
     assert found.text.splitlines() == [
         "[1] (Paris) The capital of France is Paris, on the river Seine.",
@@ -94,6 +94,30 @@ async def test_search_finds_the_passages_that_share_words_the_best_first(corpus)
     assert (await tool.call({"query": "the"})).text == "nothing found"
     assert (await tool.call({"query": "\ud800 \0"})).text == "nothing found"
     assert len((await tool.call({"query": "cat"})).text) < 110
+
+
+async def test_a_document_is_read_whole_by_the_title_that_a_search_shows(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    texts = ["Paris is a city.", "It lies on the Seine."]
+    rows = [{"text": "It has no title."}, *({"title": "Paris", "text": text} for text in texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SearchConfig(corpus=path, fetch="read", fetched_characters=20)
+    search, read = build_tools([config]).values()
+    assert "(Paris) It lies on" in (await search.call({"query": "Seine"})).text
+    parts = [await read.call({"title": "Paris", "start": start}) for start in (0, 20)]
+    whole = "\n".join(texts)
+    assert parts[0].text == f"{whole[:20]}\n[18 characters follow from start=20 on]"
+    assert parts[1] == ToolResult(whole[20:])
+    for wrong in (
+        {"title": "Rome"},
+        {"title": "Paris", "start": len(whole)},
+        {"title": "Paris", "start": -1},
+    ):
+        assert (await read.call(wrong)).failed
+    assert ToolsConfig(type="tools", reward="exact", tools=(config,)).known_tools == ["search", "read"]
+    path.write_text(json.dumps({"text": "Paris"}))
+    with pytest.raises(ConfigError, match="no passage has a 'title', by which the tool 'read'"):
+        build_tools([config])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +132,7 @@ async def test_search_finds_the_passages_that_share_words_the_best_first(corpus)
 def test_a_corpus_that_cannot_be_searched_is_a_config_error(tmp_path, rows, said):
     (tmp_path / "corpus.jsonl").write_text(rows)
     with pytest.raises(ConfigError, match=said):
-        SearchTool(SearchConfig(corpus=tmp_path / "corpus.jsonl"))
+        search_tools(SearchConfig(corpus=tmp_path / "corpus.jsonl"))
 
 
 def test_other_tools_need_no_package_that_the_search_needs(monkeypatch):
