@@ -42,6 +42,15 @@ def test_sixty_four_episodes_at_once_work_in_sandboxes_and_none_is_lost():
     assert report["memory_per_episode_kib"] < 4 << 10
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.nats
+def test_two_thousand_episodes_run_at_once_and_none_is_lost():
+    report = bench_episodes(EpisodesLoad(2000, 10, turn_s=1.0))
+    assert (report["episodes"], report["lost"], report["verified"]) == (2000, 0, True)
+    assert report["memory_per_episode_kib"] < 512
+
+
 @pytest.mark.parametrize(
     ("load", "reason"),
     [((7, 1, 1.0), "multiple of 8"), ((8, 0, 1.0), "a turn at least"), ((8, 1, -1.0), "no time below 0")],
