@@ -4,6 +4,7 @@ model says: the real publisher, swarm and receivers, in processes whose links ar
 import asyncio
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import numpy as np
 
 from actors.weights.received import Receiver
 from benchmarks.scale_model import Machine, Work, received_s, version_s
-from benchmarks.swarm import RUN, TIMEOUT_S, serving
+from benchmarks.swarm import PACKAGES, RUN, TIMEOUT_S, serving
 from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection.bus import Bus
@@ -148,12 +150,14 @@ async def _hosts(bus: Bus, scale: Scale) -> AsyncIterator[asyncio.Queue[dict[str
     assert url is not None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # the libraries are loaded once for all hosts
+    paths = os.pathsep.join([*PACKAGES, os.environ.get("PYTHONPATH", "")])  # by which it finds this module
     started = []
     try:
-        for _ in range(scale.hosts):
-            host = context.Process(target=_run_host, args=(url.geturl(), scale), daemon=True)
-            await asyncio.to_thread(host.start)
-            started.append(host)
+        with patch.dict(os.environ, PYTHONPATH=paths):
+            for _ in range(scale.hosts):
+                host = context.Process(target=_run_host, args=(url.geturl(), scale), daemon=True)
+                await asyncio.to_thread(host.start)
+                started.append(host)
         await _from_all(said, scale)  # each says that it listens
         yield said
     finally:

@@ -1,9 +1,12 @@
 """The cost model of a publication, and the processes that it is compared with."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks.scale import Scale, bench_scale
 from benchmarks.scale_model import Machine, Work, parts_of, received_s, version_s
+from tests.e2e.commands import Command
 
 LINK = 1000.0
 
@@ -43,9 +46,16 @@ def test_blobs_have_the_parts_of_the_product(size_bytes, parts):
 
 @pytest.mark.nats
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-async def test_every_host_gets_each_version_and_the_learner_sends_about_one_copy():
-    found = await bench_scale(Scale(4, 1 << 20, 64 << 10, 2_000_000), versions=1)
+@pytest.mark.timeout(180)
+def test_every_host_gets_each_version_and_the_learner_sends_about_one_copy(tmp_path: Path):
+    """By the command, whose hosts have to find `benchmarks` from any directory."""
+    scale = ("--hosts", "4", "--size-mb", "1", "--link-kb-s", "2000", "--versions", "1", "--json")
+    command = Command(tmp_path, "bench", "scale", *scale)
+    try:
+        assert command.wait(150) == 0, command.said()
+    finally:
+        command.kill()
+    found = json.loads(command.said().splitlines()[-1])["versions"]
     assert [version["parts"] for version in found] == [17, 2]
     assert all(1 <= version["copies"] <= 1.5 for version in found)
     assert all(version["model_s"] > 0 for version in found)
