@@ -20,7 +20,7 @@ workers = --workers $$(( $$(getconf _NPROCESSORS_ONLN) + $(1) < 8 ? $$(getconf _
 # Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
 files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 
-.PHONY: demo test test-slow test-nightly test-sglang mutants check lint types imports docs install sglang sglang-gpu clean
+.PHONY: image demo test test-slow test-nightly test-sglang mutants check lint types imports docs install sglang sglang-gpu clean
 
 demo: install
 	$(BIN)/launch local --preset sort
@@ -56,6 +56,10 @@ imports: install
 # The site, in build/docs: a link or an anchor that leads nowhere is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+
+image:
+	docker build --quiet --target cpu --file docs/deploy/Dockerfile --tag sluice:cpu .
+	docker run --rm sluice:cpu local --preset sort --dry-run
 
 install: $(STAMP)
 
