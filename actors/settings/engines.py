@@ -166,7 +166,8 @@ class SglangEngineConfig(EngineSettings):
     node_rank: int = Field(0, ge=0)
     """Number of this host among those of its engine. Node 0 takes leases and weights for all of them."""
     rendezvous: str = ""
-    """Address of node 0, as host:port, where the ranks of an engine of several nodes find each other."""
+    """Address of node 0, as host:port, where the ranks of an engine of several nodes find each other. Jobs
+    of `launch slurm` and pods of the Helm chart have their own."""
     update: Literal["disk", "tensor", "group"] = "disk"
     """How weights get to the server. `disk`: in files in `weights_directory`, which the server must see too.
     `tensor`: in the body of requests, which is slower, for a server on another host. `group`: from the
@@ -320,21 +321,15 @@ class SglangEngineConfig(EngineSettings):
 
     @model_validator(mode="after")
     def _nodes_are_one_engine(self) -> Self:
-        if self.nodes == 1:
-            if self.node_rank or self.rendezvous:
-                raise ValueError(
-                    f"node_rank={self.node_rank} and rendezvous={self.rendezvous!r} are for an engine of "
-                    "several nodes: set nodes, or leave them out"
-                )
+        if (
+            self.nodes == 1
+        ):  # or set by the run, where these are one host's own settings (`refuse_stray_node`)
             return self
         if self.node_rank >= self.nodes:
             raise ValueError(f"node_rank={self.node_rank} of nodes={self.nodes}: they count from 0")
         _, _, port = self.rendezvous.rpartition(":")
-        if not port.isdecimal():
-            raise ValueError(
-                f"nodes={self.nodes} needs rendezvous=HOST:PORT, an address of node 0 (got "
-                f"{self.rendezvous!r})"
-            )
+        if self.rendezvous and not port.isdecimal():
+            raise ValueError(f"rendezvous={self.rendezvous!r}: give HOST:PORT, an address of node 0")
         problems = (
             (self.attached, "url or urls: a running server is reached at its first host: leave out nodes"),
             (self.disaggregation.enabled, "disaggregation.enabled: its servers are of one host each"),
@@ -425,6 +420,21 @@ def refuse_running(url: str, which: str, *, setting: str) -> None:
         f"is not would serve codes as weights; leave out {setting}, or have weights that are not quantised: "
         f"{NOT_QUANTISED}"
     )
+
+
+def refuse_stray_node(engine: SglangEngineConfig) -> None:
+    """Raise `ConfigError` for a node of an engine of several that does not know where the others are, and for
+    one of an engine that has no other nodes."""
+    if engine.nodes == 1 and (engine.node_rank or engine.rendezvous):
+        raise ConfigError(
+            f"actors.engine.node_rank={engine.node_rank} and rendezvous={engine.rendezvous!r} are for an "
+            "engine of several nodes: set actors.engine.nodes, or leave them out"
+        )
+    if engine.nodes > 1 and not engine.rendezvous:
+        raise ConfigError(
+            f"actors.engine.nodes={engine.nodes} needs actors.engine.rendezvous=HOST:PORT, an address of "
+            "node 0, the same on all of them"
+        )
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]

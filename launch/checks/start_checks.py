@@ -11,6 +11,7 @@ from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.environments.sample_calls import sample_calls, sample_scores
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring.sample_call import check_calls
+from actors.settings.engines import refuse_stray_node
 from bus.codec import Json
 from bus.config import without_credentials
 from bus.connection import Bus
@@ -158,6 +159,7 @@ async def _checked(config: RunConfig, run: RunDirectory, *, own_bus: bool, model
         await asyncio.to_thread(_check_model, one)
     if models:
         await refuse_models(_of_each_policy(config))
+    refuse_stray_node(config.actors.engine.servers)
     await asyncio.to_thread(refuse_no_sglang, config)
     refuse_missing(config.metrics)
     prompts = _prompts(config, run)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from actors.settings.actors import ActorsConfig
+from actors.settings.engines import refuse_stray_node
 from bus.connection.bus import Bus
 from bus.errors import EngineNodeLostError, leaves
 from bus.process.process_tuning import no_collections
@@ -38,6 +39,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         if config is None:
             return
         config = with_own_engine(bus, config, overrides)
+        refuse_stray_node(config.actors.engine.servers)
         if config.actors.engine.servers.nodes > 1:
             await _serve_on_nodes(bus, config, overrides, stop)
         else:
@@ -61,9 +63,9 @@ async def _serve_on_nodes(
             await _serve(bus, config, overrides, stop)
         except* EngineNodeLostError as lost:
             pause_s = failures.pause_after_failure_s(time.monotonic())
-            log.error("engine_begins_anew", reason=str(next(leaves(lost))), pause_s=pause_s)
             if pause_s is None:
                 raise
+            log.error("engine_begins_anew", reason=str(next(leaves(lost))), pause_s=pause_s)
             is_over = await set_within(stop, pause_s)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import platform
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -76,7 +77,9 @@ class LeadingNode:
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
         """Lead an engine inside, which other nodes may join from now on. Raises `EngineNodeLostError`, which
-        names nodes that are gone, where an engine fails that all of them had joined."""
+        names nodes that are gone, where an engine fails that all of them had joined, and `EngineError` where
+        another process has the port of the rendezvous."""
+        _refuse_taken_port(self._engine.rendezvous)
         with _shared_file(self._engine) as shared_file:
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(self._beat(shared_file))
@@ -153,6 +156,20 @@ class LeadingNode:
             elif found.process != joined.process:
                 reasons.append(f"node {rank} ({found.host}) was started again")
         return "; ".join(reasons)
+
+
+def _refuse_taken_port(rendezvous: str) -> None:
+    """Raise `EngineError` where another process of this host has the port; SGLang's ranks would wait for each
+    other there, and end in a traceback."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", int(rendezvous.rpartition(":")[2])))
+        except OSError as error:
+            raise EngineError(
+                f"actors.engine.rendezvous={rendezvous}: node 0 cannot have this port on {platform.node()} "
+                f"({error.strerror}): end the process that has it, or choose another port on all nodes"
+            ) from error
 
 
 @contextmanager

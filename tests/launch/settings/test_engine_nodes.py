@@ -3,9 +3,9 @@
 import pytest
 
 from actors.engines.fleet.gpu_plan import gpu_plan
+from actors.settings.engines import refuse_stray_node
 from bus.errors import ConfigError
 from launch.settings.run_config import resolve
-from launch.slurm.jobs import refuse_settings
 
 NODES = {
     "type": "sglang", "nodes": 2, "rendezvous": "head:29500", "update": "tensor", "server": {"tp_size": 4},
@@ -19,9 +19,8 @@ def of(engine: dict, **actors: object) -> dict:
 @pytest.mark.parametrize(
     ("layer", "remedy"),
     [
-        (of({"nodes": 1}), "are for an engine of several nodes: set nodes, or leave them out"),
         (of({"node_rank": 2}), "node_rank=2 of nodes=2: they count from 0"),
-        (of({"rendezvous": "head"}), "nodes=2 needs rendezvous=HOST:PORT"),
+        (of({"rendezvous": "head"}), "rendezvous='head': give HOST:PORT, an address of node 0"),
         (of({"url": "http://there:1", "server": {}}), "leave out nodes"),
         (of({"update": "group"}), "update=group: SGLang does not tell whether a rank of another node"),
         (of({"update": "disk"}), "name a directory that all of them share as weights_directory"),
@@ -44,5 +43,12 @@ def test_each_node_of_an_engine_counts_its_own_gpus():
     opponents = {"base": {"engine": "embedded", "version": "latest - 3"}}
     config = resolve(of({"update": "disk", "weights_directory": "/shared"}, opponents=opponents))
     assert gpu_plan(config.actors).opponents == {"base": 2}
-    with pytest.raises(ConfigError, match=r"actors\.engine\.nodes=2: `launch slurm` starts engines of one"):
-        refuse_settings(config)
+
+
+def test_a_run_may_leave_the_rendezvous_to_its_jobs_and_a_node_may_not():
+    engine = resolve(of({"rendezvous": ""})).actors.engine.servers
+    with pytest.raises(ConfigError, match=r"nodes=2 needs actors\.engine\.rendezvous=HOST:PORT"):
+        refuse_stray_node(engine)
+    refuse_stray_node(resolve(of({})).actors.engine.servers)
+    with pytest.raises(ConfigError, match=r"rendezvous='head:29500' are for an engine of several nodes"):
+        refuse_stray_node(resolve(of({"nodes": 1})).actors.engine.servers)

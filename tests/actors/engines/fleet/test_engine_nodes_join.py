@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 from contextlib import asynccontextmanager
 
 import psutil
@@ -12,9 +13,12 @@ import pytest
 from actors.engines.fleet import engine_nodes
 from actors.engines.fleet.engine_nodes import FollowingNode, LeadingNode
 from actors.settings.engines import SglangEngineConfig
+from bus.engine_nodes import EngineNode, node_key
 from bus.errors import ConfigError, EngineError, EngineNodeLostError, leaves
+from bus.server.nats_server import free_port
 
 pytestmark = pytest.mark.nats
+HEAD = f"head:{free_port('127.0.0.1')}"
 STANDS_FOR_RANKS = "#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n"
 
 
@@ -37,7 +41,7 @@ def ranks(tmp_path):
 def settings(tmp_path, ranks):
     def of_node(rank, **others):
         usual = {"update": "tensor", "server": {"tp_size": 2}, "python": ranks.with_name("python")}
-        several = {"nodes": 2, "node_rank": rank, "rendezvous": "head:29500", "start_timeout_s": 60.0}
+        several = {"nodes": 2, "node_rank": rank, "rendezvous": HEAD, "start_timeout_s": 60.0}
         return SglangEngineConfig(**usual | several | others)
 
     return of_node
@@ -102,11 +106,11 @@ async def test_nodes_say_for_whom_they_wait_and_not_for_ever(bus, settings, rank
     with pytest.raises(ExceptionGroup) as raised:
         async with leader.leading():
             await leader.start()
-    assert leader.starting == "waiting for node 1 of the engine at head:29500"
+    assert leader.starting == f"waiting for node 1 of the engine at {HEAD}"
     [error] = leaves(raised.value)
     assert not isinstance(error, EngineNodeLostError), "nobody is lost who never came"
     assert "with the same settings of actors.engine and --actors.engine.node-rank 1" in str(error)
-    with pytest.raises(EngineError, match=r"start_timeout_s=0\.2 for node 0 of the engine at head:29500"):
+    with pytest.raises(EngineError, match=rf"start_timeout_s=0\.2 for node 0 of the engine at {HEAD}"):
         async with following(bus, settings(1, start_timeout_s=0.2), model_dir, tmp_path) as running:
             await asyncio.wait({running}, timeout=60)
     assert not ranks.exists()
@@ -122,3 +126,14 @@ async def test_nodes_that_share_no_directory_are_refused(bus, settings, model_di
             async with following(bus, settings(1, **apart), model_dir, tmp_path) as running:
                 await asyncio.wait({running}, timeout=60)
         elsewhere.rename(file)
+
+
+async def test_a_port_that_a_stranger_has_is_named_before_any_rank_starts(bus, settings, ranks):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        head = f"head:{stranger.getsockname()[1]}"
+        with pytest.raises(
+            EngineError, match=rf"rendezvous={head}: node 0 cannot have this port on .*in use"
+        ):
+            async with LeadingNode(bus, settings(0, rendezvous=head)).leading():
+                pass
+    assert await bus.get(node_key(head, 0), EngineNode) is None, "no other node has been told to start"
