@@ -172,6 +172,41 @@ def test_actors_are_as_many_as_the_learner_needs_where_more_are_allowed():
     assert metric["external"]["target"] == {"type": "Value", "value": "80m"}
 
 
+def test_each_pod_of_an_engine_of_several_nodes_knows_its_number_and_the_first_by_name():
+    import kubernetes_validate
+
+    objects = rendered(actors={"replicas": 2, "maxReplicas": 2, "nodes": 3})
+    for one in objects:
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    found = by_name(objects)
+    service = found["Service", "sluice-actors"]["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    engines = [found["StatefulSet", f"sluice-actors-{number}"] for number in range(2)]
+    assert ("Deployment", "sluice-actors") not in found
+    labels = [engine["spec"]["template"]["metadata"]["labels"] for engine in engines]
+    assert labels[0] != labels[1], "each takes its own pods only"
+    for engine, own in zip(engines, labels, strict=True):
+        spec, name = engine["spec"], engine["metadata"]["name"]
+        assert (spec["replicas"], spec["podManagementPolicy"], spec["serviceName"]) == (
+            3, "Parallel", "sluice-actors",
+        )  # fmt: skip
+        assert spec["selector"]["matchLabels"] == own
+        assert service["selector"].items() <= own.items()
+        [container] = spec["template"]["spec"]["containers"]
+        assert refused(container["args"]) == ""
+        flags = dict(pairwise(container["args"]))
+        assert flags["--actors.engine.node-rank"] == "$(NODE)"
+        head = f"{name}-0.sluice-actors:{service['ports'][0]['port']}"
+        assert flags["--actors.engine.rendezvous"] == head
+        assert "apps.kubernetes.io/pod-index" in str(container["env"])
+
+
+def test_engines_of_several_nodes_are_not_scaled_by_the_cluster():
+    helm = pytest.importorskip("helm_python", reason="no Helm: see [dev]")
+    with pytest.raises(helm.HelmError, match="adds no engines of several nodes"):
+        rendered(actors={"replicas": 1, "maxReplicas": 2, "nodes": 2})
+
+
 def test_helm_finds_nothing_wrong_and_refuses_values_that_there_are_not():
     helm = pytest.importorskip("helm_python", reason="no Helm: see [dev]")
     report = helm.lint(str(CHART), strict=True)
