@@ -23,7 +23,7 @@ class SlurmConfig(Config):
     gpus_per_node: int = Field(8, ge=0)
     """GPUs that are asked for on each node; 0 asks for none."""
     actors: int = Field(1, ge=1)
-    """Jobs of the array of actors, each with one node."""
+    """Jobs of the array of actors, each with the nodes of one engine (`actors.engine.nodes`)."""
     options: tuple[str, ...] = ("--exclusive", "--mem=0")
     """Further options of sbatch for both jobs, such as `--qos=high`, which win over those above."""
     actor_options: tuple[str, ...] = ()

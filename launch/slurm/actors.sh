@@ -12,6 +12,18 @@ set -u  # not before: scripts of modules and of conda read variables that are no
 launch=({{ launch }})
 run={{ run }}
 directory={{ directory }}
+job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # the number of one of them is the whole array's as well
+{% if nodes > 1 %}
+rendezvous=$(hostname):$((10000 + SLURM_JOB_ID % 10000 * 2))
+# On each node of the engine. SIGTERM to srun would kill its tasks: USR1 reaches this shell, which tells the
+# actor. Slurm, when it ends the job, tells both.
+on_node='trap : TERM
+(trap "" USR1; exec "$@" --actors.engine.node-rank "$SLURM_NODEID") & actor=$!
+trap "kill -TERM $actor" USR1
+wait $actor; status=$?
+while kill -0 $actor 2> /dev/null; do wait $actor; status=$?; done
+exit $status'
+{% endif %}
 
 goes_on() {  # whether the learner's job runs or is queued; a Slurm that does not answer is no reason to end
   local found
@@ -20,7 +32,11 @@ goes_on() {  # whether the learner's job runs or is queued; a Slurm that does no
 }
 
 stop() {  # the actor, which hands on what it does not finish
+{% if nodes > 1 %}
+  [[ -z $actor ]] || scancel --signal=USR1 "$job" || true
+{% else %}
   [[ -z $actor ]] || kill -TERM "$actor" 2> /dev/null || true
+{% endif %}
   [[ -z $actor ]] || wait "$actor" || true
   actor=
 }
@@ -39,8 +55,14 @@ while [[ -z $told ]] && goes_on; do
   [[ -z $now || $now == "$bus" ]] || stop
   if [[ -n $now && -z $actor ]]; then
     bus=$now
-    "${launch[@]}" actors --bus "$bus" --creds "$directory/keys/$run/actor.creds" --run "$run" \
-      --directory "$directory" &
+    words=("${launch[@]}" actors --bus "$bus" --creds "$directory/keys/$run/actor.creds" --run "$run")
+    words+=(--directory "$directory")
+{% if nodes > 1 %}
+    srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "$on_node" actor "${words[@]}" \
+      --actors.engine.type sglang --actors.engine.rendezvous "$rendezvous" &
+{% else %}
+    "${words[@]}" &
+{% endif %}
     actor=$!
   fi
   sleep {{ look_s }} &
@@ -51,4 +73,4 @@ if [[ $told == TERM ]]; then
   exit
 fi
 stop
-[[ -z $told ]] || exec scontrol requeue "$SLURM_JOB_ID"
+[[ -z $told ]] || exec scontrol requeue "$job"

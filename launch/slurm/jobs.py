@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from actors.engines.sglang.server.gpu_count import gpus_of_host
 from bus.errors import ConfigError, nearest
 from bus.process.child_process import module_command
 from launch.settings.run_config import RunConfig
@@ -61,6 +62,7 @@ def write_jobs(config: RunConfig, settings: str) -> Jobs:
         "directory": shlex.quote(str(directory)),
         "setup": slurm.setup,
         "look_s": slurm.look_s,
+        "nodes": config.actors.engine.servers.nodes,
     }
     for script, options in scripts.items():
         text = _TEMPLATES.get_template(script).render(values, options=map(_quoted, options))
@@ -87,10 +89,15 @@ def refuse_settings(config: RunConfig) -> None:
         raise ConfigError(
             "colocation.enabled=true: `launch slurm` gives actors nodes of their own; set it to false"
         )
-    if (nodes := config.actors.engine.servers.nodes) > 1:
+    if rendezvous := config.actors.engine.servers.rendezvous:
         raise ConfigError(
-            f"actors.engine.nodes={nodes}: `launch slurm` starts engines of one node each; start the nodes "
-            "of an engine as docs/engines.md says"
+            f"actors.engine.rendezvous={rendezvous!r}: each job of the array has an address of its own: "
+            "leave it out"
+        )
+    if gpus and (own := gpus_of_host(config.actors.engine)) > gpus:
+        raise ConfigError(
+            f"actors.engine.server has {own} ranks on a node, and slurm.gpus_per_node={gpus}: set "
+            "actors.engine.nodes to the number of nodes of an engine, or lower tp_size"
         )
     if config.policies:
         raise ConfigError(
@@ -109,7 +116,7 @@ def _run_options(config: RunConfig, name: str, path: Path) -> Iterator[str]:
 
 def _actor_options(config: RunConfig, name: str, path: Path) -> Iterator[str]:
     yield from _options(config, name)
-    yield "--nodes=1"
+    yield f"--nodes={config.actors.engine.servers.nodes}"
     yield f"--output={path}/actors-%A_%a.out"
     yield f"--array=0-{config.slurm.actors - 1}"
 

@@ -92,8 +92,15 @@ class Cluster:
         assert asked.returncode == 0, asked.stderr
         return asked.stdout.strip()
 
+    def nodes(self, job: str) -> list[str]:
+        """Return the nodes of a job; none while it waits."""
+        found = self.ask("squeue", "--noheader", "--array", f"--jobs={job}", "--format=%N")
+        return self.ask("scontrol", "show", "hostnames", found).split() if found else []
+
     def node(self, job: str) -> str:
-        return self.ask("squeue", "--noheader", "--array", f"--jobs={job}", "--format=%N")
+        """Return the one node of a job."""
+        [node] = self.nodes(job)
+        return node
 
     def jobs(self, name: str) -> dict[str, str]:
         """Return the state of each job of a name that has not ended, by its number."""
@@ -105,9 +112,23 @@ class Cluster:
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait(60)
-        for process in _of_node(self.environment["SLURM_CONF"], name):
+        for process in self.processes(name):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Return the processes of a node's jobs, behind those that watch them and would tell of their end."""
+        wanted = {"SLURM_CONF": self.environment["SLURM_CONF"], "SLURMD_NODENAME": name}
+        watching, found = set(), []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has just ended
+                environment = process.environ()
+                if all(environment.get(key) == value for key, value in wanted.items()):
+                    found.append(process)
+                    parent = process.parent()
+                    if parent is not None and parent.name() == "slurmstepd":
+                        watching.add(parent)
+        return [*watching, *found]
 
     def close(self) -> None:
         for name in [name for name in self.names if name in self.daemons]:
@@ -135,21 +156,6 @@ def wait_until(holds: Callable[[], bool], timeout_s: float) -> float:
         assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s"
         time.sleep(0.2)
     return time.monotonic() - began
-
-
-def _of_node(conf: str, node: str) -> list[psutil.Process]:
-    """Return the processes of a node's jobs after those that watch them, which would tell of their end."""
-    wanted = {"SLURM_CONF": conf, "SLURMD_NODENAME": node}
-    watching, found = set(), []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has just ended
-            environment = process.environ()
-            if all(environment.get(name) == value for name, value in wanted.items()):
-                found.append(process)
-                parent = process.parent()
-                if parent is not None and parent.name() == "slurmstepd":
-                    watching.add(parent)
-    return [*watching, *found]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ SHARED = [
     "--partition=a100", "--account=lab", "--gpus-per-node=8", "--ntasks-per-node=1", "--time=1440",
     "--signal=B:USR1@300", "--requeue", "--open-mode=append",
 ]  # fmt: skip
+ENGINE = (
+    "--actors.engine.type", "sglang", "--actors.engine.nodes", "2", "--actors.engine.server.tp-size", "16",
+    "--actors.engine.update", "tensor",
+)  # fmt: skip
+"""An engine of two nodes."""
 OWN = ["--exclusive", '--comment=it\'s "mine"']
 
 
@@ -108,6 +114,8 @@ def test_the_scripts_ask_for_what_the_settings_say(here: Path):
         (("--slurm.time-limit-min", "10"), "time_limit_min=10 leaves little before signal_s=300"),
         (("--slurm.options", "exclusive"), "'exclusive' is no option of sbatch"),
         (("--slurm.actors", "0"), "slurm.actors"),
+        ((*ENGINE, "--actors.engine.server.tp-size", "32"), "16 ranks on a node, and slurm.gpus_per_node=8"),
+        ((*ENGINE, "--actors.engine.rendezvous", "h:1"), "each job of the array has an address of its own"),
         (("--colocation.enabled", "--learner.world.nodes", "1"), "set it to false"),
         (("--bus.url", "nats://me:secret@h:1"), "bus.url=nats://***@h:1: `launch slurm` starts its own bus"),
         (("--directory", "100%"), "choose another --directory"),
@@ -147,7 +155,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 def shell_traps():
     caught = re.search(r"SigCgt:\\s*(\\w+)", open(f"/proc/{os.getppid()}/status").read())
     return int(caught[1], 16) >> signal.SIGUSR1 - 1 & 1
-while sys.argv[1] == "learner" and not shell_traps():
+while not {"learner", "--actors.engine.node-rank"}.isdisjoint(sys.argv) and not shell_traps():
     pass
 with open("record", "a") as record:
     print(os.getpid(), *sys.argv[1:], sep="\\t", file=record)
@@ -164,10 +172,12 @@ else:
 """Stands for `launch`: writes down how it was called, and that it was told to end."""
 JOB = str(os.getpid())
 """Number of the job, from which it takes its ports."""
+ACTOR = "7_1"
+"""The same of an actor's, in its array."""
 END_ACTORS = "scancel --quiet --user=me --name=sluice-mine-actors"
 SRUN = """\
 while [[ $1 == --* ]]; do shift; done
-until grep -q storage record; do :; done
+until [[ $4 == actor ]] || grep -q storage record; do :; done
 echo $$ > step
 exec "$@"
 """
@@ -188,7 +198,11 @@ class Job:
         lines = path.read_text().replace("module load 'cuda 12'", "").splitlines()
         launch = f"launch=({shlex.join([sys.executable, '-c', LAUNCH])})"
         path.write_text("\n".join(launch if line.startswith("launch=") else line for line in lines))
-        given = {"SLURM_JOB_ID": JOB, "SLURM_NODEID": "0", "SLURM_JOB_USER": "me", **variables}
+        array, task = ACTOR.split("_")
+        given = {
+            "SLURM_JOB_ID": JOB, "SLURM_NODEID": "0", "SLURM_JOB_USER": "me",
+            "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task, **variables,
+        }  # fmt: skip
         self.process = subprocess.Popen(["bash", path], env={**os.environ, **given}, start_new_session=True)
 
     def started(self) -> list[list[str]]:
@@ -270,12 +284,22 @@ def test_an_actor_follows_the_bus_and_ends_with_the_job_of_the_learner(here: Pat
     assert not (here / "then").exists()
 
 
-def test_before_the_time_limit_an_actor_ends_and_its_job_requeues_itself(here: Path, job: Callable[..., Job]):
+@pytest.mark.parametrize(("engine", "told"), [((), ""), (ENGINE, f"scancel --signal=USR1 {ACTOR}\n")])
+def test_before_the_time_limit_an_actor_ends_and_its_job_requeues_itself(
+    here: Path, job: Callable[..., Job], programs: Callable[..., None], engine: tuple[str, ...], told: str
+):
+    write("--slurm.look-s", "1", *engine)
+    programs(scancel=SCANCEL.replace("> then", ">> then"), scontrol='echo scontrol "$@" >> then')
     (here / "jobs").write_text("7")
     (here / "my runs" / "mine" / "slurm" / "bus").write_text("nats://a:1")
-    running = job("actors.sh")
-    running.wait_for(1)
+    assert f"--nodes={2 if engine else 1}" in options(here / "my runs" / "mine" / "slurm" / "actors.sh")
+    running = job("actors.sh", SLURM_NODEID="1")
+    [[_, *words]] = running.wait_for(1)
+    cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    own = dict(pairwise(words))
+    assert own.get("--actors.engine.node-rank") == ("1" if engine else None)
+    assert ("--actors.engine.rendezvous" in own) == bool(engine)
     running.process.send_signal(signal.SIGUSR1)
     assert running.process.wait(60) == 0
     assert (here / "drained").read_text() == "actors "
-    assert (here / "then").read_text() == f"scontrol requeue {JOB}\n"
+    assert (here / "then").read_text() == f"{told}scontrol requeue {ACTOR}\n"

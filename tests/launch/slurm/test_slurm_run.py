@@ -1,7 +1,9 @@
 """A run on a real Slurm: nodes are lost, jobs requeued, actors come and go, and the run's end ends all."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ pytestmark = [
 ]
 START_S = 300.0
 """Longest time that a learner takes to start and to train a step."""
+ENGINE_START_S = 600.0
+"""The same for an actor with SGLang."""
 SETTINGS = {
     "run": "tiny",
     "directory": "my runs",
@@ -34,6 +38,15 @@ SETTINGS = {
         "gpus_per_node": 0, "actors": 1, "look_s": 2, "options": ["--exclusive", "--comment=it's a \"test\""],
         "setup": ["export OMP_NUM_THREADS=1"],
     },
+}  # fmt: skip
+ENGINE_OF_NODES = SETTINGS | {
+    "actors": {
+        "engine": {
+            "type": "sglang", "nodes": 2, "server": {"tp_size": 2}, "update": "tensor",
+            "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        }
+    },
+    "learner": SETTINGS["learner"] | {"world": {"nodes": 1}},
 }  # fmt: skip
 RUN, ACTORS = "sluice-tiny", "sluice-tiny-actors"
 
@@ -54,22 +67,28 @@ class Run:
         rows = [json.loads(line) for line in lines]
         return [row["step"] for row in rows if row.get("train/stage") == "rl"]
 
-    def goes_on(self) -> float:
+    def goes_on(self, within_s: float = START_S) -> float:
         """Wait for three further steps; return after how many seconds they came."""
         before = len(self.steps())
-        return wait_until(lambda: len(self.steps()) >= before + 3, START_S)
+        return wait_until(lambda: len(self.steps()) >= before + 3, within_s)
 
     def actors(self) -> dict[str, str]:
         return self.on.jobs(ACTORS)
 
+    def serves(self, actor: str) -> bool:
+        """Return whether an actor's job has said that its engine has started."""
+        return "answers_end_with" in (self.path / "slurm" / f"actors-{actor}.out").read_text()
+
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Return a run of `SETTINGS`, or of other settings and number of nodes that a test asks for."""
+    settings, nodes = getattr(request, "param", (SETTINGS, 4))
     directory = tmp_path / 'it\'s a "run"'
     for path in (directory, tmp_path / "slurm"):
         path.mkdir()
-    (directory / "run.toml").write_text(tomli_w.dumps(SETTINGS))
-    with cluster(tmp_path / "slurm", 4) as on:
+    (directory / "run.toml").write_text(tomli_w.dumps(settings))
+    with cluster(tmp_path / "slurm", nodes) as on:
         yield Run(on, directory)
 
 
@@ -127,6 +146,57 @@ def test_a_run_outlives_lost_nodes_preemption_and_its_time_limit_and_ends_with_a
         lambda: not run.on.ask("squeue", "--noheader"), START_S
     )
     assert run.steps()[len(reached) :] == list(range(reached[-1] + 1, reached[-1] + 6))
+    shown = json.loads(launch(run, "runs", "show", "--run", "tiny", "--directory", "my runs", "--json"))
+    assert shown["state"] == "finished"
+    print(times)  # noqa: T201 - for the measurements
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", [(ENGINE_OF_NODES, 5)], indirect=True)
+def test_engines_of_two_nodes_outlive_a_lost_node_and_come_and_go_as_one_job_each(run: Run):
+    times: dict[str, float] = {}
+    launch(run, "slurm", "--preset", "sort", "--config", "run.toml", "--submit")
+    times["submission to the third step"] = run.goes_on(ENGINE_START_S)
+    [engine] = run.actors()
+    assert run.on.nodes(engine) == ["n2", "n3"]
+
+    # the engine's second node is lost, and a spare one takes its place
+    run.on.lose("n3")
+    times["loss of a node to the requeue"] = wait_until(lambda: run.on.nodes(engine) != ["n2", "n3"], 120)
+    wait_until(lambda: run.on.nodes(engine) == ["n2", "n4"], 240)
+    times["from there to the third step"] = run.goes_on(ENGINE_START_S)
+
+    # a process of a node's ranks ends: the engine begins anew in its job
+    [second] = [one for one in run.on.processes("n4") if '"node_rank"' in str(one.cmdline()[-1:])]
+    os.killpg(second.pid, signal.SIGKILL)
+    times["lost ranks to the third step"] = run.goes_on(ENGINE_START_S)
+    assert run.actors() == {engine: "RUNNING"}
+
+    # a second engine comes, and the first one goes
+    run.on.start_node("n3")
+    other = run.on.ask("sbatch", "--parsable", "--array=1", str(run.path / "slurm" / "actors.sh")) + "_1"
+    wait_until(lambda: run.on.nodes(other) == ["n3", "n5"], 240)
+    wait_until(lambda: run.serves(other), ENGINE_START_S)
+    run.on.ask("scancel", engine)
+    times["end of an engine's job"] = wait_until(lambda: run.actors() == {other: "RUNNING"}, 120)
+    run.goes_on(ENGINE_START_S)
+
+    # the time limit is near, and the job requeues itself
+    run.on.ask("scancel", "--batch", "--signal=USR1", other)
+    times["signal to the requeue"] = wait_until(lambda: run.actors() == {other: "PENDING"}, 120)
+    wait_until(lambda: run.actors() == {other: "RUNNING"}, 240)
+    run.goes_on(ENGINE_START_S)
+
+    launch(
+        run, "slurm", "--preset", "sort", "--config", "run.toml", "--learner.steps", str(run.steps()[-1] + 5)
+    )
+    [job] = run.on.jobs(RUN)
+    run.on.ask("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: run.on.jobs(RUN) == {job: "PENDING"}, 120)
+    times["requeue to the end of all jobs"] = wait_until(
+        lambda: not run.on.ask("squeue", "--noheader"), ENGINE_START_S
+    )
     shown = json.loads(launch(run, "runs", "show", "--run", "tiny", "--directory", "my runs", "--json"))
     assert shown["state"] == "finished"
     print(times)  # noqa: T201 - for the measurements
