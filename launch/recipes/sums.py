@@ -1,4 +1,4 @@
-"""Prompts of the recipe `sums`: two numbers below 20 are added."""
+"""Prompts of the recipe `sums`: two numbers up to 12 are added."""
 
 import random
 from collections.abc import Iterable
@@ -6,14 +6,15 @@ from itertools import product
 
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
-HELD_OUT = 33
-"""Pairs of numbers that are held out, in either order: 64 prompts, since two add a number to itself."""
+LARGEST = 12
+HELD_OUT = 18
+"""Pairs of numbers that are held out, in either order."""
 PROMPT = "What is {a} + {b}? Answer with the number only."
 
 
 def prompts() -> PromptFiles:
     """Return training prompts, and held-out ones, whose numbers are trained on in neither order."""
-    pairs = list(product(range(1, 20), range(1, 20)))
+    pairs = list(product(range(1, LARGEST + 1), range(1, LARGEST + 1)))
     random.Random(0).shuffle(pairs)
     held_out = set(list(dict.fromkeys(map(frozenset, pairs)))[:HELD_OUT])
     return {

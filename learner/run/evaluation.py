@@ -23,13 +23,15 @@ class HeldOut:
 
     def __init__(
         self, bus: Bus, incarnation: str, on_result: Callable[[EvaluationResult], None], patience_s: float,
-        sets: Sequence[EvaluationSetConfig] = (), kept_answers: int = 0,
+        sets: Sequence[EvaluationSetConfig] = (), kept_answers: int = 0, samples: int = 1,
     ) -> None:  # fmt: skip
-        """Ask on behalf of `incarnation`, also about `sets`, and tell `on_result` what comes of it."""
+        """Ask on behalf of `incarnation`, also about `sets`, and tell `on_result` what comes of it. The run's
+        own prompts have `samples` answers each."""
         self.prompts: BlobRef | None = None
         """The run's held-out prompts, None if it has none; known after `find`."""
         self._sets = sets
         self._kept_answers = kept_answers
+        self._samples = samples
         self._wanted: list[tuple[BlobRef, EvaluationSetConfig | None]] = []
         """Prompts of each data set, with its settings; None for those of the held-out prompts."""
         self._bus = bus
@@ -67,7 +69,7 @@ class HeldOut:
         if version in self._asked:
             return
         tasks = [
-            replace(_task(manifest, prompts, one), kept_answers=self._kept_answers)
+            replace(_task(manifest, prompts, one, self._samples), kept_answers=self._kept_answers)
             for prompts, one in self._wanted
         ]
         self._asked[version] = {task.data_set: asyncio.Event() for task in tasks}
@@ -119,9 +121,11 @@ class HeldOut:
         self._on_result(result)
 
 
-def _task(manifest: PolicyManifest, prompts: BlobRef, one: EvaluationSetConfig | None) -> EvaluationTask:
+def _task(
+    manifest: PolicyManifest, prompts: BlobRef, one: EvaluationSetConfig | None, samples: int
+) -> EvaluationTask:
     if one is None:
-        return EvaluationTask(policy=manifest, prompts=prompts)
+        return EvaluationTask(policy=manifest, prompts=prompts, samples=samples)
     return EvaluationTask(
         policy=manifest,
         prompts=prompts,

@@ -92,7 +92,7 @@ class Learner:
         evaluation = settings.evaluation
         self._heldout = HeldOut(
             bus, incarnation, self._on_evaluation, evaluation.patience_s, evaluation.sets,
-            kept_answers=evaluation.kept_answers,
+            kept_answers=evaluation.kept_answers, samples=evaluation.samples,
         )  # fmt: skip
         self._best = BestCheckpoint(evaluation.best, progress, warms_up=settings.warmup.steps > 0)
         self._publishing: asyncio.Task[None] | None = None

@@ -78,6 +78,9 @@ class EvaluationConfig(Config):
     """Longest time that the learner waits for the accuracy of its present version. It waits at the end, where
     `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out, before the
     first step of reinforcement learning."""
+    samples: int = Field(1, ge=1, le=1024)
+    """Answers that are sampled to each held-out prompt of `data.heldout`, or of the run's task: the sampled
+    reward is their mean. Several make it steadier, which `learner.target_accuracy` is held against."""
     kept_answers: int = Field(256, ge=0)
     """Most answers to each data set that storage keeps of an evaluation, for people: all to the first
     prompts, and to one at least. 0 keeps none."""

@@ -92,13 +92,13 @@ async def test_every_data_set_is_asked_for_as_configured_and_waited_for(bus):
     await bus.put("heldout", BLOB)
     await bus.put("heldout.aime", BLOB)
     aime = EvaluationSetConfig(name="aime", prompts="a.jsonl", samples=6, temperature=0.5, max_new_tokens=7)
-    found = HeldOut(bus, "one", heard.append, TIMEOUT_S, [aime])
+    found = HeldOut(bus, "one", heard.append, TIMEOUT_S, [aime], samples=4)
     await found.find()
     await found.ask(manifest(7))
     await found.ask(manifest(7))  # changes nothing
     async with asyncio.timeout(TIMEOUT_S):
         tasks = {task.data_set: task for task in [await asked.get(), await asked.get()]}
-    assert tasks[""] == EvaluationTask(policy=manifest(7), prompts=BLOB)
+    assert tasks[""] == EvaluationTask(policy=manifest(7), prompts=BLOB, samples=4)
     assert tasks["aime"] == EvaluationTask(
         policy=manifest(7), prompts=BLOB, data_set="aime", samples=6, pass_at=(1, 2, 4, 6),
         temperature=0.5, max_new_tokens=7,
