@@ -127,11 +127,13 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
     group: str
     """Group that the engine has joined already; empty for none."""
     ranks: int
-    """Number of the engine's ranks. They are ranks 1 and up of the group; the learner is rank 0."""
+    """Number of the engine's ranks."""
     device: Literal["cpu", "cuda"]
     """Device on which the engine's weights lie."""
     nonce: str
     """A random text, which the offer repeats: one that was made for another request is not taken."""
+    first_rank: int = 1
+    """First of the engine's ranks in `group`."""
 
     def check(self) -> None:
         if self.ranks < 1:
@@ -148,6 +150,10 @@ class OfferedBucket(Message, tag="offered_bucket"):
     port: int
     """Port at which the ranks of the group meet, on `host`."""
     backend: Literal["gloo", "nccl"]
+    first_rank: int
+    """First of the engine's ranks in the group; the learner is rank 0."""
+    world_size: int
+    """Number of all ranks of the group."""
     policy_version: int
     names: tuple[str, ...]
     """Hugging Face names of the tensors."""
@@ -185,9 +191,11 @@ class SignedOffer(Message, tag="signed_offer"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastBegin(Message, tag="broadcast_begin"):
-    """The engine is paused and waits: the learner now sends what it offered."""
+    """The engine is paused and waits: the learner sends what it offered once all engines of the group do."""
 
     group: str
+    first_rank: int
+    """First of the engine's ranks in the group."""
     policy_version: int
 
 

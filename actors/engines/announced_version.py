@@ -54,8 +54,9 @@ class Published:
         return self._bus.secured
 
     async def offered(
-        self, group: str, *, ranks: int, device: Literal["cpu", "cuda"], timeout_s: float = OFFER_S
-    ) -> Sequence[OfferedBucket]:
+        self, group: str, *, ranks: int, device: Literal["cpu", "cuda"], timeout_s: float = OFFER_S,
+        first_rank: int = 1,
+    ) -> Sequence[OfferedBucket]:  # fmt: skip
         """Ask the learner for a broadcast of this version or a later one, in `group` if it still has that.
         Raises `BusError` when it is not there or cannot, and for an offer that it has not made for this."""
         wanted = BroadcastWanted(
@@ -65,6 +66,7 @@ class Published:
             ranks=ranks,
             device=device,
             nonce=secrets.token_hex(16),
+            first_rank=first_rank,
         )
         subject = self._bus.subject("broadcast", "wanted")
         answers = await self._bus.request_many(subject, wanted, SignedOffer, timeout_s=timeout_s)
@@ -80,8 +82,11 @@ class Published:
         return offer.buckets
 
     async def begin(self, offer: Sequence[OfferedBucket]) -> None:
-        """Have the learner send what it offered. Raises `BusError` when it does not."""
-        begin = BroadcastBegin(group=offer[0].group, policy_version=offer[0].policy_version)
+        """Have the learner send what it offered; return when all engines of the group are ready. Raises
+        `BusError` when one of them is not in time."""
+        begin = BroadcastBegin(
+            group=offer[0].group, first_rank=offer[0].first_rank, policy_version=offer[0].policy_version
+        )
         await self._bus.request(self._bus.subject("broadcast", "begin"), begin, Done, timeout_s=BEGIN_S)
 
     async def ended(self, offer: Sequence[OfferedBucket], timeout_s: float) -> None:

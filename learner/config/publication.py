@@ -37,10 +37,15 @@ class PublicationConfig(Config):
     broadcast_timeout_s: float = Field(120.0, gt=0)
     """Sets how long an engine with `update = "group"` may take to join the learner's group, and to take a
     version, before it has to fetch that by the transport."""
+    broadcast_together: bool = False
+    """Whether engines with `update = "group"` are one group, to which each version is sent once, by one
+    process: NCCL passes it on among them. An engine that ends during a broadcast then costs the others that
+    broadcast: they get the version by the transport, or a new server where SGLang hangs."""
     broadcast_device_bytes: int = Field(0, ge=0)
-    """Memory of rank 0's GPU for each engine on CUDA with `update = "group"`. Weights are copied there before
-    the engine pauses, so that they need not cross PCIe during the pause. Training has so much less: grant
-    what its largest step leaves free. More than the published weights (and a few MB) is never taken."""
+    """Memory of rank 0's GPU for each group of engines on CUDA with `update = "group"`. Weights are copied
+    there before the engines pause, so that they need not cross PCIe during the pause. Training has so much
+    less: grant what its largest step leaves free. More than the published weights (and a few MB) is never
+    taken."""
     broadcast_digests: bool = True
     """Whether engines on a secured bus check what they are broadcast, by SHA-256 digests that the learner
     signs. Set it to false where nobody else reaches the network between learner and engines: weights are then

@@ -1,4 +1,5 @@
-"""Weights for engines in the learner's cluster: sent to each in a group of its own, beside training.
+"""Weights for engines in the learner's cluster: sent to each in a group of its own, or to all in one, beside
+training.
 
 What is sent is a copy of the version announced last, taken when an engine asks. Each group has a process
 (`learner/publication/broadcast_process.py`): a group that hangs or fails ends with it, and touches nothing
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import structlog
@@ -24,6 +26,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.process.child_process import module_command
 from bus.requests import Done
+from bus.waiting import set_within
 from bus.weight_requests import (
     BroadcastBegin,
     BroadcastEnd,
@@ -46,6 +49,10 @@ START_S = 120.0
 """Time limit for a process of ours to load torch, and then to map and lock what it is to send."""
 IDLE_S = 900.0
 """A group is given up after so many seconds without a broadcast."""
+ASKING_S = 1.0
+"""Seconds in which engines that are sent to together ask, from the first one on."""
+READY_S = 5.0
+"""Seconds for which engines that are ready to receive wait for the others of their group."""
 SPARES = 2
 """Copies that are in use at a time, of a version and, where engines are slow, of the one before."""
 COPIES = 3
@@ -58,11 +65,16 @@ class Broadcaster:
     def __init__(
         self, bus: Bus, announced: Announced, *,
         incarnation: str, timeout_s: float, threads: int = 1, device_bytes: int = 0, hashed: bool = True,
+        together: bool = False,
     ) -> None:  # fmt: skip
         """`announced` returns the newest weights: their tensors stay as they are until it returns others.
         `threads` copy these; each group may have `device_bytes` of them on our GPU before it sends them. On a
-        secured bus they are `hashed`, for engines to check."""
+        secured bus they are `hashed`, for engines to check. With `together` engines that ask at about the
+        same time are one group."""
         self._hashed = hashed and bus.secured
+        self._together = together
+        self._asking: dict[str, _Asking] = {}
+        """Engines of each kind of device that wait for others to ask."""
         self._bus = bus
         self._announced = announced
         self._incarnation = incarnation
@@ -97,23 +109,59 @@ class Broadcaster:
         where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
-        copy = await self._newest_copy(wanted.policy_version)
-        if group := self._groups.get(wanted.group):
-            await self._make_ready(group, copy)
-        else:
-            group = await self._new_group(wanted, copy)
-        group.copy = copy
-        buckets = tuple(group.offered(buckets) for buckets in copy.taken_together())
-        offer = WeightOffer(nonce=wanted.nonce, buckets=buckets)
+        asking = self._asking.get(wanted.device) or _Asking()
+        asking.wanted.append(wanted)
+        if self._together:
+            self._asking[wanted.device] = asking
+        if self._all_ask(asking.wanted):
+            asking.all_here.set()
+        asking.answer = asking.answer or asyncio.create_task(self._group_for(asking), name="group of engines")
+        group = await asyncio.shield(asking.answer)
+        offer = WeightOffer(nonce=wanted.nonce, buckets=group.offer(wanted))
         return [SignedOffer(record=self._bus.sealed(self._bus.subject("broadcast", "offer"), offer)), Done()]
 
+    def _all_ask(self, wanted: "Sequence[BroadcastWanted]") -> bool:
+        """Return whether nobody else is to be waited for: every engine that is in a group already asks."""
+        known = {(g.name, rank) for g in self._groups.values() for rank in g.ranks}
+        return not self._together or (bool(known) and known <= {(w.group, w.first_rank) for w in wanted})
+
+    async def _group_for(self, asking: "_Asking") -> "_Group":
+        """Return the group of these engines, ready to send the newest version: the one that they are in, if
+        they are all of it, or a new one."""
+        if not await set_within(asking.all_here, ASKING_S):
+            log.debug("engines_ask_no_more", engines=len(asking.wanted))
+        wanted = tuple(asking.wanted)
+        self._asking = {device: other for device, other in self._asking.items() if other is not asking}
+        copy = await self._newest_copy(max(one.policy_version for one in wanted))
+        group = self._groups.get(wanted[0].group)
+        if group is not None and group.is_of(wanted):
+            await self._make_ready(group, copy)
+        else:
+            for left in {one.group for one in wanted} & self._groups.keys():
+                self._groups[left].living.cancel()  # the others of it ask again
+            group = await self._new_group(wanted, copy)
+        group.copy, group.ready, group.all_ready = copy, set(), asyncio.Event()
+        return group
+
     async def _begin(self, begin: BroadcastBegin) -> list[Message]:
+        """Send once all engines of the group are ready: one that is not would have the others stand still.
+        Raises `BusError` where they are not in time, before any of them has received anything."""
         group = self._groups.get(begin.group)
         if group is None or group.copy is None or group.copy.policy_version != begin.policy_version:
             raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
-        group.due, group.copy = group.copy, None
-        group.ended.clear()
-        group.begun.set()
+        all_ready = group.all_ready
+        group.ready.add(begin.first_rank)
+        if group.ready >= group.ranks.keys():
+            group.due, group.copy = group.copy, None
+            group.ended.clear()
+            group.begun.set()
+            all_ready.set()
+        elif not await set_within(all_ready, READY_S):
+            group.living.cancel()
+            raise BusError(
+                f"{len(group.ready)} of {len(group.ranks)} engines are ready for version "
+                f"{begin.policy_version} after {READY_S:g} s: group {group.name} is given up"
+            )
         return [Done()]
 
     async def _end(self, end: BroadcastEnd) -> list[Message]:
@@ -171,12 +219,13 @@ class Broadcaster:
                 group.living.cancel()
             raise
 
-    async def _new_group(self, wanted: BroadcastWanted, copy: SharedCopy) -> "_Group":
-        on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
+    async def _new_group(self, wanted: Sequence[BroadcastWanted], copy: SharedCopy) -> "_Group":
+        on_gpu = wanted[0].device == "cuda" and torch.cuda.is_available()
+        firsts = list(accumulate((one.ranks for one in wanted), initial=1))
         name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
         order = {
             "group": name,
-            "world_size": 1 + wanted.ranks,
+            "world_size": firsts[-1],
             "backend": "nccl" if on_gpu else "gloo",
             "device": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu",
             "device_bytes": self._device_bytes,
@@ -193,7 +242,9 @@ class Broadcaster:
         if self._closed:
             await process.end()
             raise BusError("the learner ends, so it sends no more weights: wait for its successor")
-        group = _Group(name, own_address(self._bus, ""), port, "nccl" if on_gpu else "gloo", process)
+        backend: Literal["gloo", "nccl"] = "nccl" if on_gpu else "gloo"
+        group = _Group(name, own_address(self._bus, ""), port, backend, firsts[-1], process)
+        group.ranks = {first: one.nonce for first, one in zip(firsts, wanted, strict=False)}
         self._groups[name] = group
         group.living = asyncio.create_task(self._live(group), name=f"broadcasts of {name}")
         self._living.add(group.living)
@@ -230,14 +281,29 @@ class Broadcaster:
 
 
 @dataclass(eq=False)
+class _Asking:
+    """Engines that are to be sent to together."""
+
+    wanted: list[BroadcastWanted] = field(default_factory=list)
+    all_here: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: "asyncio.Task[_Group] | None" = None
+
+
+@dataclass(eq=False)
 class _Group:
     name: str
     host: str
     port: int
     backend: Literal["gloo", "nccl"]
+    world_size: int
     process: "_SenderProcess"
+    ranks: dict[int, str] = field(default_factory=dict)
+    """First rank of each engine, and the nonce of what it asked last."""
     copy: SharedCopy | None = None
     """Offered, and not asked for yet."""
+    ready: set[int] = field(default_factory=set)
+    """First ranks of the engines that wait for what is offered."""
+    all_ready: asyncio.Event = field(default_factory=asyncio.Event)
     due: SharedCopy | None = None
     """Being sent."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -247,14 +313,31 @@ class _Group:
     """Version that was sent last."""
     living: "asyncio.Task[None]" = field(init=False)
 
-    def offered(self, buckets: Sequence[WeightBucket]) -> OfferedBucket:
-        assert self.copy is not None, "set before"
+    def is_of(self, wanted: Sequence[BroadcastWanted]) -> bool:
+        """Return whether those that ask are the engines of this group, and note what they asked."""
+        asked = {one.first_rank: one.nonce for one in wanted if one.group == self.name}
+        if len(asked) < len(wanted) or asked.keys() != self.ranks.keys():
+            return False
+        self.ranks = asked
+        return True
+
+    def offer(self, wanted: BroadcastWanted) -> tuple[OfferedBucket, ...]:
+        """Return what one of its engines is offered. Raises `BusError` where the group is given up
+        meanwhile."""
+        if self.copy is None:
+            raise BusError(f"group {self.name} was given up before it was offered")
+        [rank] = [rank for rank, nonce in self.ranks.items() if nonce == wanted.nonce]
+        return tuple(self._offered(rank, some, self.copy) for some in self.copy.taken_together())
+
+    def _offered(self, rank: int, buckets: Sequence[WeightBucket], copy: SharedCopy) -> OfferedBucket:
         return OfferedBucket(
             group=self.name,
             host=self.host,
             port=self.port,
             backend=self.backend,
-            policy_version=self.copy.policy_version,
+            first_rank=rank,
+            world_size=self.world_size,
+            policy_version=copy.policy_version,
             names=tuple(name for bucket in buckets for name in bucket.names),
             dtypes=tuple(dtype for bucket in buckets for dtype in bucket.dtypes),
             shapes=tuple(shape for bucket in buckets for shape in bucket.shapes),

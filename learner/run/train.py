@@ -83,6 +83,7 @@ class Learner:
             bus, self._weights.announced, incarnation=incarnation,
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
             device_bytes=publication.broadcast_device_bytes, hashed=publication.broadcast_digests,
+            together=publication.broadcast_together,
         )  # fmt: skip
         self._device = Device(
             bus, settings.colocation,

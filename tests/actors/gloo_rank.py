@@ -1,10 +1,10 @@
 """A rank of a server as SGLang has them: it meets the learner in a group and takes what that broadcasts.
 
-Run as a process it can be killed; the body of a join is the first line of its standard input."""
+Run as a process it can be killed. The body of a join is the first line of its standard input; each further
+one is that of an update."""
 
 import json
 import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -38,4 +38,7 @@ if __name__ == "__main__":
     rank = GlooRank(json.loads(sys.stdin.readline()))
     sys.stdout.write("joined\n")
     sys.stdout.flush()
-    time.sleep(600)  # it is killed before
+    for line in sys.stdin:
+        rank.receive(json.loads(line))
+        sys.stdout.write("received\n")
+        sys.stdout.flush()

@@ -187,7 +187,7 @@ async def _bench(
     elif config.actors.engine.adapter == "loaded":
         served = _served(config, (await preparing).adapter_base)
     async with (
-        _on_a_bus(directory) as bus,
+        on_a_bus(directory) as bus,
         blob_source(bus, config.actors.weights) as blobs,
         _serving(model, config.actors.engine, directory, served) as engine,
     ):
@@ -293,7 +293,8 @@ def _published(publisher: WeightPublisher) -> PolicyManifest:
 
 
 @asynccontextmanager
-async def _on_a_bus(directory: Path) -> AsyncIterator[Bus]:
+async def on_a_bus(directory: Path) -> AsyncIterator[Bus]:
+    """Connect to a server of its own, with the streams and keys of a run."""
     async with (
         NatsServer(directory / "nats") as server,
         Bus.connect(BusConfig(url=server.url), RUN, name="bench") as bus,

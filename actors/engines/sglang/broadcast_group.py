@@ -30,6 +30,7 @@ class LearnerGroup:
         self._checks = all(EXPECT in (server.get("custom_weight_loader") or ()) for server in facts.settings)
         self.name = ""
         """Name of the group that the server is in, or was to join; empty for none."""
+        self._first_rank = 1
         self._not_before_s = 0.0
 
     def refuse_unreachable(self) -> None:
@@ -56,6 +57,7 @@ class LearnerGroup:
                 ranks=self._facts.tensor_ranks,
                 device=self._facts.device,
                 timeout_s=min(OFFER_S, timeout_s),
+                first_rank=self._first_rank,
             )
         except BusError as error:
             log.warning("weights_not_offered", policy_version=published.policy_version, reason=str(error))
@@ -63,9 +65,9 @@ class LearnerGroup:
         if offer[0].group == self.name:
             return offer
         await self._forget()
-        self.name = offer[0].group
+        self.name, self._first_rank = offer[0].group, offer[0].first_rank
         try:
-            await self._client.join_group(offer[0], self._facts.tensor_ranks, left_s(end_s))
+            await self._client.join_group(offer[0], left_s(end_s))
         except EngineError as error:
             await self.leave(published, str(error))
             return ()

@@ -48,7 +48,7 @@ def state(version, rows=4):
 class Learner:
     """What an actor sees of one: weights that are announced, and its broadcaster."""
 
-    def __init__(self, bus, incarnation="one", timeout_s=TIMEOUT_S):
+    def __init__(self, bus, incarnation="one", timeout_s=TIMEOUT_S, together=False):
         self.bus = bus
         self.incarnation = incarnation
         self.weights = None
@@ -57,7 +57,7 @@ class Learner:
         """Versions that came by the transport."""
         self.reachable = True
         self.broadcaster = Broadcaster(
-            bus, lambda: self.weights, incarnation=incarnation, timeout_s=timeout_s
+            bus, lambda: self.weights, incarnation=incarnation, timeout_s=timeout_s, together=together
         )
 
     def announce(self, version):
@@ -415,29 +415,139 @@ async def test_an_engine_that_does_not_take_what_it_asked_for_holds_up_no_other_
             await later.begin(offer)
 
 
+class KilledEngine:
+    """An engine whose one rank is a process, which is killed in the end."""
+
+    async def join(self, published):
+        """Ask for a version in a group, and join that."""
+        self.offer = await published.offered("", ranks=1, device="cpu")
+        self._rank = await asyncio.create_subprocess_exec(
+            sys.executable, gloo_rank.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        [first, *_] = self.offer
+        body = {
+            "group_name": first.group,
+            "master_address": first.host,
+            "master_port": first.port,
+            "rank_offset": first.first_rank,
+            "world_size": first.world_size,
+        }
+        assert await self._says(body) == b"joined\n"
+
+    async def receive(self, published):
+        await published.begin(self.offer)
+        for bucket in self.offer:
+            body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+            assert await self._says(body) == b"received\n"
+        await published.ended(self.offer, TIMEOUT_S)
+
+    async def die_in_mid_broadcast(self, published):
+        """Have the learner send, and take nothing."""
+        await published.begin(self.offer)
+        await self.die()
+
+    async def die(self):
+        self._rank.kill()
+        await self._rank.wait()
+
+    async def _says(self, body):
+        self._rank.stdin.write(json.dumps(body).encode() + b"\n")
+        return await asyncio.wait_for(self._rank.stdout.readline(), TIMEOUT_S)
+
+
 @pytest.mark.slow
 async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(learner):
-    engine = await asyncio.create_subprocess_exec(
-        sys.executable, gloo_rank.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        learner.rows = MORE_THAN_SOCKETS_BUFFER
-        published = learner.announce(0)
-        offer = await published.offered("", ranks=1, device="cpu")
-        body = {
-            "group_name": offer[0].group,
-            "master_address": offer[0].host,
-            "master_port": offer[0].port,
-            "rank_offset": 1,
-            "world_size": 2,
-        }
-        engine.stdin.write(json.dumps(body).encode() + b"\n")
-        assert await asyncio.wait_for(engine.stdout.readline(), TIMEOUT_S) == b"joined\n"
-        await published.begin(offer)
-    finally:
-        engine.kill()
-        await engine.wait()
+    learner.rows = MORE_THAN_SOCKETS_BUFFER
+    published, engine = learner.announce(0), KilledEngine()
+    await engine.join(published)
+    await engine.die_in_mid_broadcast(published)
     await learner.none_is_left()
+
+
+@pytest.mark.slow
+async def test_one_process_sends_to_all_engines_together_and_goes_on_when_one_of_them_leaves(
+    starting, serving
+):
+    async with starting(together=True) as learner, serving() as (one, first), serving() as (two, second):
+        async with serving() as (three, third):
+            for engine in (one, two, three):
+                await engine.start()
+            for version in range(2):
+                published = learner.announce(version)
+                await asyncio.gather(*(engine.load_published(published) for engine in (one, two, three)))
+                for server in (first, second, third):
+                    assert same(server.received, state(version))
+                    assert server.said.count("init_weights_update_group") == 1
+                [sender] = learner.senders()
+        published = learner.announce(2)
+        await asyncio.gather(one.load_published(published), two.load_published(published))
+        assert same(first.received, state(2))
+        assert same(second.received, state(2))
+        assert [sender] != learner.senders(), "the group of three is given up"
+        assert len(learner.senders()) == 1
+    assert learner.fetched == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_an_engine_that_dies_leaves_the_others_of_its_group_whole_versions(
+    starting, serving, monkeypatch
+):
+    monkeypatch.setattr("learner.publication.broadcast.ASKING_S", 5.0)  # a loaded machine asks later
+    monkeypatch.setattr("actors.engines.sglang.broadcast_group.AGAIN_S", 0.0)
+    async with starting(together=True) as learner, serving() as (one, first), serving() as (two, second):
+        learner.rows = MORE_THAN_SOCKETS_BUFFER // 2
+        three = KilledEngine()
+
+        async def load(version, *threes_part):
+            published, said = learner.announce(version), [len(server.said) for server in (first, second)]
+            loads = one.load_published(published), two.load_published(published)
+            await asyncio.gather(*(part(published) for part in threes_part), *loads)
+            for engine, server, before in ((one, first, said[0]), (two, second, said[1])):
+                assert (engine.policy_version, engine.failure, server.version) == (version, "", str(version))
+                by_transport = "update_weights_from_tensor" in server.said[before:]
+                last = server.weights if by_transport else server.received
+                assert same(last, state(version, learner.rows))
+
+        async def takes(published):
+            await three.join(published)
+            await three.receive(published)
+
+        async def dies(published):
+            [first, *_] = three.offer
+            three.offer = await published.offered(
+                first.group, ranks=1, device="cpu", first_rank=first.first_rank
+            )
+            assert three.offer[0].group == first.group
+            await three.die_in_mid_broadcast(published)
+
+        for engine, server in ((one, first), (two, second)):
+            server.joins_within_s = 20.0  # a rank that waits for one which failed itself hears nothing sooner
+            await engine.start()
+        await load(0, takes)
+        assert first.said.count("init_weights_update_group") == 1
+        await load(1, dies)
+        assert learner.fetched == [1], "the transport brings what the broadcast did not"
+        await load(2)
+        assert learner.fetched == [1]
+        assert len(learner.senders()) == 1
+
+
+@pytest.mark.slow
+async def test_engines_wait_for_one_that_is_not_ready_no_longer_than_is_stated_and_have_received_nothing(
+    starting, monkeypatch
+):
+    monkeypatch.setattr("learner.publication.broadcast.READY_S", 0.2)
+    async with starting(together=True) as learner:
+        published = learner.announce(0)
+        asked = [published.offered("", ranks=ranks, device="cpu") for ranks in (1, 2)]
+        (ready, *_), (late, *_) = await asyncio.gather(*asked)
+        assert (ready.first_rank, late.first_rank, ready.world_size, late.world_size) == (1, 2, 4, 4)
+        with pytest.raises(BusError, match=r"1 of 2 engines are ready for version 0 after 0\.2 s"):
+            await published.begin([ready])
+        await learner.none_is_left()
+        with pytest.raises(BusError, match="is not offered to group"):
+            await published.begin([late])
 
 
 @pytest.mark.slow

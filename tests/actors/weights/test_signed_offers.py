@@ -30,7 +30,9 @@ from tests.bus.security.secured import by_role, make_streams, secured_bus
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="0" * 32)
 BUCKET = OfferedBucket(
-    group="forged", host="10.6.6.6", port=1, backend="gloo", policy_version=9,
+    group="forged", host="10.6.6.6", port=1, backend="gloo", first_rank=1,
+    world_size=2,
+    policy_version=9,
     names=("w",), dtypes=("float32",), shapes=((1,),), digests=(bytes(32),),
 )  # fmt: skip
 RANK = """

@@ -170,6 +170,7 @@ def bench_weights(
     *,
     model: Annotated[str | None, Parameter(name="--model")] = None,
     versions: int = 12,
+    ranks: int = 1,
     settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
@@ -185,6 +186,9 @@ def bench_weights(
         CPU, qwen3-0.6b on CUDA.
     versions
         Number of publications that are measured, after two that are not; one in ten has a snapshot.
+    ranks
+        Ranks of the learner, each on a GPU of its own or all on the CPU. Several publish to a receiver
+        without an engine, and the figures are by rank. --learner.parallel says how they share the model.
     as_json
         Print one JSON object on one line.
     """
@@ -193,9 +197,15 @@ def bench_weights(
     from benchmarks.weights import workload_of
 
     configure_logging("info")
-    if versions < 1:
-        raise ConfigError(f"--versions {versions}: measure one at least")
+    for name, value in (("versions", versions), ("ranks", ranks)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value}: give 1 at least")
     config = settings_of(flags(settings))
+    if ranks > 1:
+        from benchmarks.weights_ranks import bench_ranks
+
+        measure(lambda: bench_ranks(model, config, ranks=ranks, versions=versions), as_json=as_json)
+        return
     measure(lambda: measured(workload_of(model, config), config, versions=versions), as_json=as_json)
 
 

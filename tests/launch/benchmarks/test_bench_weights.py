@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.learner_workloads import small, weights
 from benchmarks.weights import LIMITED_BY, LIMITS, bench_weights, settings
+from benchmarks.weights_ranks import bench_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 
@@ -51,3 +52,20 @@ def test_sigterm_leaves_no_gigabytes_behind(tmp_path):
         bench.communicate(timeout=60)
     assert bench.returncode == 128 + signal.SIGINT
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_each_rank_of_a_shared_model_codes_its_share_and_says_what_that_takes():
+    config = settings({"learner": {"parallel": {"tensor": 2}}})
+    report = bench_ranks("tiny", config, ranks=2, versions=1)
+    assert report["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
+    assert len(report["by_rank"]) == 2
+    whole, coded = report["weights/full_bytes"], 0
+    for figures in report["by_rank"]:
+        assert 0.4 * whole < figures["share_bytes"] < 0.6 * whole
+        assert figures["tensors_bytes"] == 2 * figures["share_bytes"], "two sets take turns"
+        assert figures["wait_s"] > 0
+        assert 0 < figures["coded_bytes"] < 0.1 * whole
+        coded += figures["coded_bytes"]
+    assert coded < report["weights/wire_bytes"] < whole / 10

@@ -294,13 +294,13 @@ class SglangClient:
             return False
         return True
 
-    async def join_group(self, offered: OfferedBucket, ranks: int, timeout_s: float) -> None:
-        """Have its `ranks` meet the learner in a group, as ranks 1 and up; it generates nothing meanwhile."""
+    async def join_group(self, offered: OfferedBucket, timeout_s: float) -> None:
+        """Have its ranks meet the learner in a group; it generates nothing meanwhile."""
         body = {
             "master_address": offered.host,
             "master_port": offered.port,
-            "rank_offset": 1,
-            "world_size": 1 + ranks,
+            "rank_offset": offered.first_rank,
+            "world_size": offered.world_size,
             "group_name": offered.group,
             "backend": offered.backend,
         }
