@@ -1,6 +1,7 @@
 """Tells how rank 0's calls reach the other ranks, and how it hears that one of them was told to stop."""
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -8,11 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from bus.errors import WorldError
 
 SILENCE_LIMIT = timedelta(minutes=2)
 """Rank 0 sends something every second: one that is silent for so long hangs."""
+ROLL_CALL_S = 10.0
+"""Seconds in which ranks that wait for a silent one say that they are here."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,27 @@ class Channel:
 
     def _pass(self, call: RankCall | None) -> tuple[RankCall | None, bool]:
         """Pass one round of all ranks: the call from rank 0, the wish to stop from any to all."""
-        box = [call]
+        box, began = [call], time.monotonic()
         try:
             dist.broadcast_object_list(box, 0, group=self._group)
             stopping = torch.tensor(int(self._stop.is_set()))  # all ranks stop after the same call
             dist.all_reduce(stopping, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             whom = "another rank" if self._rank == 0 else "rank 0"
+            if time.monotonic() - began >= SILENCE_LIMIT.total_seconds():  # all that wait give up now
+                whom = self._silent() or whom
             raise WorldError(f"rank {self._rank} of the learner lost {whom}: {error}") from error
         return box[0], bool(stopping)
+
+    def _silent(self) -> str:
+        """Tell the others, by the store where the world met, that this rank is here. Return the ranks that do
+        not say so, on rank 0."""
+        store = c10d.PrefixStore("roll call", c10d._get_default_store())
+        deadline, found = time.monotonic() + ROLL_CALL_S, list[str]()
+        store.set(str(self._rank), "here")
+        for rank in range(1, dist.get_world_size()) if self._rank == 0 else ():
+            try:
+                store.wait([str(rank)], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+            except dist.DistError:
+                found.append(f"rank {rank}")
+        return f"{', '.join(found)}, silent for {SILENCE_LIMIT.total_seconds():g} s" if found else ""

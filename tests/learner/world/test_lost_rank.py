@@ -1,15 +1,20 @@
 """What gloo raises where a rank is lost is told as that; other errors stay what they are."""
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bus.errors import WorldError
+from learner.world import channel
+from learner.world.channel import Channel, RankCall
 from learner.world.rank import translated
+from tests.learner.worlds import Worlds
 
 
 async def two_ranks() -> list[dist.ProcessGroupGloo]:
@@ -33,6 +38,32 @@ async def test_collective_of_an_installed_gloo_that_has_lost_a_rank_is_told_as_t
         del ranks[1]
     with pytest.raises(WorldError, match=r"rank 0 of the learner lost another: .*gloo"):
         await translated(asyncio.to_thread(lambda: ranks[0].allreduce([torch.ones(1)], options).wait()))
+
+
+def hear(directory: Path) -> str:
+    """Rank 1 takes no part, as one that is suspended, until the others have given it up."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(channel, "SILENCE_LIMIT", timedelta(seconds=3))
+        world, said = Channel(asyncio.Event()), ""
+        if dist.get_rank() == 1:
+            while len([*directory.iterdir()]) < dist.get_world_size() - 1:
+                time.sleep(0.05)
+            return ""
+        try:
+            asyncio.run(world.send(RankCall("anything")) if dist.get_rank() == 0 else world.receive())
+        except WorldError as error:
+            said = str(error)
+        (directory / str(dist.get_rank())).touch()
+        return said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_suspended_is_named_within_the_stated_time(worlds: Worlds, tmp_path: Path):
+    began = time.monotonic()
+    first, _, last = worlds.run(3, hear, tmp_path)
+    assert first.startswith("rank 0 of the learner lost rank 1, silent for 3 s: ")
+    assert last.startswith("rank 2 of the learner lost rank 0: ")
+    assert time.monotonic() - began < 60
 
 
 async def test_other_errors_of_a_rank_are_its_own():
