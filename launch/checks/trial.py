@@ -1,17 +1,22 @@
-"""`launch try`: a model, its template, environment and reward on a few prompts, without training, as text."""
+"""`launch try`: a model, its template, environment and reward on a few prompts, without training, as text in
+which what is trained has a colour."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any, Self
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from actors.engines.base import Sampling
 from actors.environments.base import DEFAULT_AGENT, Environment
@@ -32,7 +37,9 @@ from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer
 
-Say = Callable[[str], None]
+Say = Callable[[str | Text], None]
+TRAINED = "green"
+"""Colour of the tokens that are trained."""
 
 
 class WatchedPolicy(Policy):
@@ -71,15 +78,15 @@ class Trial:
 
     def shown(
         self, task: Task, outcome: Episode | Exception, seen: Sequence[Completion], seconds: float
-    ) -> str:
+    ) -> Text:
         """Return a rollout, which took so many seconds, as text."""
         if isinstance(outcome, Exception):
             self.counts["failed"] += 1
-            return f"failed: {type(outcome).__name__}: {outcome}"
+            return Text(f"failed: {type(outcome).__name__}: {outcome}")
         parts = [part for one in outcome.trajectories for part in self._trajectory(one, seen)]
-        parts.append(_account(outcome.trajectories, seconds))
+        said = [_account(outcome.trajectories, seconds), *self._rewards(task, outcome)]
         self._count_calls(outcome.trajectories[0].metadata, seen)
-        return "\n".join([*parts, *self._rewards(task, outcome)])
+        return Text("\n").join([*parts, *map(Text, said)])
 
     def summary(self) -> str:
         counts, mean = self.counts, np.mean(self.rewards) if self.rewards else float("nan")
@@ -93,18 +100,18 @@ class Trial:
             said.append("No answer ended by itself: look whether the stop tokens above are the model's")
         return "\n".join(said)
 
-    def _trajectory(self, one: AgentTrajectory, seen: Sequence[Completion]) -> list[str]:
-        shown, at = [f"--- agent {one.agent}"] if one.agent != DEFAULT_AGENT else [], 0
+    def _trajectory(self, one: AgentTrajectory, seen: Sequence[Completion]) -> list[Text]:
+        shown, at = [Text(f"--- agent {one.agent}")] if one.agent != DEFAULT_AGENT else [], 0
         for turn in one.turns:
-            tokens = one.token_ids[turn.start : turn.stop]
-            shown.append(self._block(f"context, {turn.start - at} tokens", one.token_ids[at : turn.start]))
-            trained = int(one.loss_mask[turn.start : turn.stop].sum())
-            masked = "" if trained == len(tokens) else f", {trained} of them trained"
+            tokens, mask = (part[turn.start : turn.stop] for part in (one.token_ids, one.loss_mask))
+            context = one.token_ids[at : turn.start]
+            shown.append(self._block(f"context, {len(context)} tokens", context, np.zeros_like(context)))
+            masked = "" if mask.all() else f", {int(mask.sum())} of them trained"
             title = f"answer, {len(tokens)} tokens{masked}, {self._end(tokens, turn.finish_reason)}"
-            shown.append(self._block(title, tokens))
+            shown.append(self._block(title, tokens, mask))
             at = turn.stop
             for completion in (found for found in seen if np.array_equal(found.token_ids, tokens)):
-                shown += self._calls(completion)
+                shown += map(Text, self._calls(completion))
                 break
         return shown
 
@@ -117,9 +124,12 @@ class Trial:
         for name in parsed:
             self.counts[name] += integer(noted if name in noted else parsed, name)
 
-    def _block(self, title: str, token_ids: np.ndarray) -> str:
-        text = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        return f"--- {title}\n{text}"
+    def _block(self, title: str, token_ids: np.ndarray, mask: np.ndarray) -> Text:
+        shown = Text(f"--- {title}\n")
+        for is_trained, places in groupby(range(len(token_ids)), lambda place: bool(mask[place])):
+            text = self.tokenizer.decode(token_ids[[*places]].tolist(), skip_special_tokens=False)
+            shown.append(text, style=TRAINED if is_trained else "")
+        return shown
 
     def _end(self, tokens: np.ndarray, reason: str) -> str:
         last = int(tokens[-1]) if len(tokens) else -1
@@ -152,6 +162,20 @@ def _account(trajectories: Sequence[AgentTrajectory], seconds: float) -> str:
         f"--- {len(trajectories)} trajectories, {turns} turns; {trained} of {tokens} tokens are trained; "
         f"{seconds:.2f} s"
     )
+
+
+@contextmanager
+def shown_on(page: Path | None) -> Iterator[Say]:
+    """Yield what prints, and write the same to a page of HTML at the end, if one is named. Raises
+    `ConfigError` where it cannot be written."""
+    if page is not None and not page.parent.is_dir():
+        raise ConfigError(f"--page {page}: {page.parent} is no directory: make it first")
+    console = Console(record=page is not None)
+    try:
+        yield partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    finally:
+        if page is not None:
+            console.save_html(str(page))
 
 
 async def try_model(
@@ -199,4 +223,4 @@ async def show(
         outcomes = await asyncio.gather(*map(rolled_out, tasks, policies))
     for number, (task, (outcome, seconds), own) in enumerate(zip(tasks, outcomes, policies, strict=True), 1):
         shown = trial.shown(task, outcome, own.seen, seconds)
-        say(f"=== prompt {number} of {len(tasks)}\n{shown}")
+        say(Text(f"=== prompt {number} of {len(tasks)}\n").append(shown))

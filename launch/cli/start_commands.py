@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -74,6 +75,7 @@ def try_(
     given: OfSettings = GivenSettings(),
     creds: options.CredsFile = None,
     count: Annotated[int, options.short("--count", validator=Number(gte=1))] = 3,
+    page: Annotated[Path | None, options.short("--page")] = None,
     server: options.OfServer = options.AskedServer(),
     log: options.Logging = options.LogOptions(),
     settings: options.Settings = RunConfig(),
@@ -88,13 +90,15 @@ def try_(
     ----------
     count
         Number of prompts, from the first.
+    page
+        File that gets the same as a page of HTML, in which the tokens that are trained are green.
     """
-    from launch.checks.trial import try_model
+    from launch.checks.trial import shown_on, try_model
 
     log_as(log, "try", level="warning")
     resolved = given.prepared(settings, creds)
-    say = partial(print, flush=True)
-    run(partial(try_model, resolved, count=count, say=say, endpoint=server.endpoint()))
+    with shown_on(page) as say:
+        run(partial(try_model, resolved, count=count, say=say, endpoint=server.endpoint()))
 
 
 @app.command(usage=USAGE.format("storage"))

@@ -13,7 +13,7 @@ from actors.environments.tools import ToolChat
 from actors.episodes.task import Task
 from actors.settings.tool_chat import ToolsConfig
 from bus.errors import ConfigError
-from launch.checks.trial import Trial, WatchedPolicy, show, try_model
+from launch.checks.trial import Trial, WatchedPolicy, show, shown_on, try_model
 from launch.settings.run_config import resolve
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.published_chats import CHATS, tokenizer_of_chat
@@ -23,7 +23,7 @@ END = QWEN.convert_tokens_to_ids("<|im_end|>")
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*21"}}\n</tool_call><|im_end|>'
 
 
-async def test_calls_stop_tokens_and_rewards_are_shown_turn_by_turn():
+async def test_calls_stop_tokens_and_rewards_are_shown_turn_by_turn(tmp_path, capsys):
     answers = iter([f"<think>hm</think>{CALL}", "it is 42<|im_end|>"])
     engine = ScriptedEngine(lambda _: QWEN.encode(next(answers), add_special_tokens=False))
     policy = WatchedPolicy(engine, QWEN, Sampling(stop_token_ids=(END,), max_new_tokens=200))
@@ -32,7 +32,8 @@ async def test_calls_stop_tokens_and_rewards_are_shown_turn_by_turn():
     trial, said = Trial(QWEN, (END,)), []
     tasks = [Task(task_id="try-0", prompt="What is 2*21?", label="42")]
     await show(tasks, environment, policy, trial, said.append)
-    [text] = said
+    [shown] = said
+    text = shown.plain
     order = [
         "=== prompt 1 of 1", "<|im_start|>user\nWhat is 2*21?<|im_end|>", "tokens, ended by <|im_end|>",
         "<think>hm",
@@ -45,6 +46,19 @@ async def test_calls_stop_tokens_and_rewards_are_shown_turn_by_turn():
     assert "1 rewards, 1 in the mean; 0 rollouts failed" in trial.summary()
     assert "2 answers ended by a stop token, 0 cut off" in trial.summary()
     assert "1 tool calls, 0 malformed" in trial.summary()
+    trained = [text[span.start : span.end] for span in shown.spans if span.style == "green"]
+    assert trained == [f"<think>hm</think>{CALL}", "it is 42<|im_end|>"]
+    with shown_on(tmp_path / "page.html") as say:
+        say(shown)
+    assert capsys.readouterr().out == f"{text}\n"
+    page = (tmp_path / "page.html").read_text()
+    [style] = set(re.findall(r'class="(r\d+)">it is 42&lt;\|im_end\|&gt;</span>', page))
+    assert f'<span class="{style}">&lt;think&gt;hm' in page
+    with (
+        pytest.raises(ConfigError, match="nowhere is no directory"),
+        shown_on(tmp_path / "nowhere/page.html"),
+    ):
+        pass
 
 
 async def test_calls_in_tags_are_counted_too():
@@ -73,9 +87,9 @@ async def test_what_fails_is_shown_as_itself_and_what_never_ends_is_pointed_out(
         Task(task_id="try-1", prompt="1+1", label="2", tools=[unknown]),
     ]
     await show(tasks, environment, policy, trial, said.append)
-    assert "cut off at its limit" in said[0]
-    assert "failed: EpisodeError" in said[1]
-    assert "it offers the tool 'other'" in said[1]
+    assert "cut off at its limit" in said[0].plain
+    assert "failed: EpisodeError" in said[1].plain
+    assert "it offers the tool 'other'" in said[1].plain
     assert "No answer ended by itself: look whether the stop tokens above" in trial.summary()
 
 
@@ -106,7 +120,7 @@ async def test_a_directory_is_tried_with_the_settings_of_a_run(tmp_path):
         "directory": tmp_path / "runs",
     }
     await try_model(resolve(layer), asyncio.Event(), count=2, say=said.append)
-    whole = "\n".join(said)
+    whole = "\n".join(map(str, said))
     assert "Answers end with <|im_end|> (257: chat template), <|endoftext|> (258: tokenizer)." in whole
     shown = r"=== prompt 2 of 2\n--- context, \d+ tokens\n<\|im_start\|>user\n1\+1=<\|im_end\|>"
     assert re.search(shown, whole)

@@ -164,11 +164,12 @@ async def test_environment_of_others_is_tried_and_evaluated_with_a_server(
         "reward": "posted", "program_owns_reward": True,
     }  # fmt: skip
     layer = {"data": {"prompts": path, "heldout": path}, "actors": {"environment": agent}, "evaluation": {}}
-    config, said = config_of(tmp_path, **layer), list[str]()
+    config, said = config_of(tmp_path, **layer), []
     await try_model(config, asyncio.Event(), count=1, say=said.append, endpoint=endpoint)
-    assert "Answer with the number of your action alone: 0 to 3.\n0" in said[-2]
-    assert "--- reward 1, label None, end completed\n    steps 1\n    invalid 0" in said[-2]
-    assert re.search(r"--- 2 trajectories, 2 turns; 0 of \d+ tokens are trained; \d\.\d\d s", said[-2])
+    shown = said[-2].plain
+    assert "Answer with the number of your action alone: 0 to 3.\n0" in shown
+    assert "--- reward 1, label None, end completed\n    steps 1\n    invalid 0" in shown
+    assert re.search(r"--- 2 trajectories, 2 turns; 0 of \d+ tokens are trained; \d\.\d\d s", shown)
     request = EvaluationRequest(out=tmp_path / "out", endpoint=endpoint)
     [found] = await evaluate(config, asyncio.Event(), request, print)
     assert (found.scores["pass@1"].mean, found.scores["part/steps"].mean, found.turns) == (1.0, 1.0, 2.0)
