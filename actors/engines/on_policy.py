@@ -89,7 +89,5 @@ def on_policy(engine: EngineConfig) -> SglangEngineConfig:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"this actor's settings do not go with the run's model.numerics=sglang:\n{listed}")
     servers = engine.servers
-    update = {
-        "server": {**servers.settings, **SERVER}, "environment": {**servers.environment, **ENVIRONMENT}
-    }  # fmt: skip
+    update = {"server": {**servers.settings, **SERVER}, "environment": {**servers.environment, **ENVIRONMENT}}
     return servers.model_copy(update=update)

@@ -43,7 +43,7 @@ class PluginEnvironment:
 
     def __init__(
         self, name: str, environment: Environment, *, timeout_s: float = inf, lowest: float | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.trajectories_per_episode = environment.trajectories_per_episode
         self._lowest = lowest
         """Reward of an episode that the policy made fail; None where it has none."""

@@ -14,9 +14,7 @@ from actors.episode_sandboxes.hosted_commands import HostedSandbox
 from actors.sandboxes.owner import OWNER
 from actors.settings.episode_sandboxes import HostedSandboxes, SandboxLimits
 
-failures = partial(
-    told, "daytona", ended=(DaytonaNotFoundError, DaytonaGoneError), other=(DaytonaError,)
-)  # fmt: skip
+failures = partial(told, "daytona", ended=(DaytonaNotFoundError, DaytonaGoneError), other=(DaytonaError,))
 
 
 class DaytonaSandbox:
@@ -54,8 +52,7 @@ class DaytonaService:
         wish = CreateSandboxFromImageParams(
             image=image,
             resources=Resources(
-                cpu=ceil(limits.cpus), memory=ceil(limits.memory_mb / 1024),
-                disk=ceil(limits.disk_mb / 1024),
+                cpu=ceil(limits.cpus), memory=ceil(limits.memory_mb / 1024), disk=ceil(limits.disk_mb / 1024)
             ),
             labels={OWNER: owner},
             network_block_all=way_out.is_closed,
@@ -64,7 +61,7 @@ class DaytonaService:
             ephemeral=True,
             auto_stop_interval=0,
             ttl_minutes=ceil(self._config.life_s / 60),
-        )  # fmt: skip
+        )
         with failures():
             # without a limit: the package would leave what it has begun, and who waits has one
             sandbox = await self._asked().create(wish, timeout=0)

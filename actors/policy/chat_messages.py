@@ -21,9 +21,8 @@ _ENCODER = json.JSONEncoder(sort_keys=True)
 
 
 def checked_messages(
-    messages: Sequence[ChatMessage], shown: ShownImages | None = None,
-    known: Sequence[dict[str, JSON]] = (),
-) -> list[dict[str, JSON]]:  # fmt: skip
+    messages: Sequence[ChatMessage], shown: ShownImages | None = None, known: Sequence[dict[str, JSON]] = ()
+) -> list[dict[str, JSON]]:
     """Return messages in the one form that templates know. Raises `MessagesError`, which names what is wrong.
 
     The first of them may be `known` in this form.

@@ -114,9 +114,8 @@ class Conversation:
         )
 
     def answered(
-        self, chat: ReadChat, answer: ChatMessage, text: str, *,
-        tokens: int, closed_by: int | None,
-    ) -> "Conversation":  # fmt: skip
+        self, chat: ReadChat, answer: ChatMessage, text: str, *, tokens: int, closed_by: int | None
+    ) -> "Conversation":
         """Return the conversation with what a `chat` says beyond it, and the policy's answer to that."""
         [checked] = checked_messages([answer])
         own = own_fingerprint(checked, answer, text)

@@ -184,7 +184,7 @@ class Policy:
 
     async def go_on(
         self, completion: Completion, text: str, *, sampling: Sampling | None = None, trainable: bool = True
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         """Continue an answer within its own turn, after `text` that is not the policy's and is not trained.
         `completion` is the last one of its trajectory, or EpisodeError is raised. Raises EngineError."""
         ending = (s for s in self._strands if s.sampled[-1][1].number == completion.number)

@@ -62,9 +62,8 @@ class Strand:
         return prompt[: len(self.tokens)] == self.tokens and shared == self.images
 
     def extend(
-        self, prompt: "array[int]", generation: Generation, call: Call,
-        images: tuple[PlacedImage, ...] = (),
-    ) -> None:  # fmt: skip
+        self, prompt: "array[int]", generation: Generation, call: Call, images: tuple[PlacedImage, ...] = ()
+    ) -> None:
         """Append what `prompt` adds to the tokens so far, and a completion. `images` are all of `prompt`."""
         refuse_unequal_lengths(generation)
         self.images = images

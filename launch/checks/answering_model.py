@@ -129,9 +129,8 @@ async def answering_model(
 
 
 async def _built(
-    config: RunConfig, model: Path | None, endpoint: ChatEndpointConfig | None, logs: Path,
-    *, embedded: bool,
-) -> Engine:  # fmt: skip
+    config: RunConfig, model: Path | None, endpoint: ChatEndpointConfig | None, logs: Path, *, embedded: bool
+) -> Engine:
     if endpoint is not None:
         return ChatEndpoint("url", endpoint)
     assert model is not None  # `answering_model` has refused that

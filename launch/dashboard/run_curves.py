@@ -38,9 +38,7 @@ class _Values:
 
     def halve(self) -> None:
         empty = _Values()
-        for name, join in (
-            ("count", np.add), ("sum", np.add), ("low", np.minimum), ("high", np.maximum),
-        ):  # fmt: skip
+        for name, join in (("count", np.add), ("sum", np.add), ("low", np.minimum), ("high", np.maximum)):
             held, fresh = getattr(self, name), getattr(empty, name)
             fresh[: MOST // 2] = join(held[::2], held[1::2])
             setattr(self, name, fresh)

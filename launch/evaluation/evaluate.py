@@ -128,7 +128,7 @@ class SetResult:
 
 def result_of(
     data_set: EvaluationSetConfig, prompts: int, file: AnswersFile, *, greedy: bool = False
-) -> SetResult:  # fmt: skip
+) -> SetResult:
     """Return the results of the first `prompts` of a data set by the answers so far; `greedy` says whether
     each is to have a greedy one, too."""
     answers = file.answers.values()

@@ -206,9 +206,7 @@ def _monitoring(config: RunConfig, part: str) -> list[str]:
     names = (*MONITORED, *(name for name in config.parts if name not in MONITORED))
     port = first + names.index(part) if first else 0
     stuck = f"{config.monitoring.stuck_after_s:g}"
-    return [
-        "--monitoring.port", str(port), "--monitoring.host", host, "--monitoring.stuck-after-s", stuck,
-    ]  # fmt: skip
+    return ["--monitoring.port", str(port), "--monitoring.host", host, "--monitoring.stuck-after-s", stuck]
 
 
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:

@@ -278,7 +278,7 @@ def _outside_and_two_layers(model: Model) -> int:
 
 def held_policies(
     model: Model, learner: LearnerConfig, warmup: WarmupConfig, rank: RankMemory, ranks: int
-) -> int:  # fmt: skip
+) -> int:
     """Return the host memory of a rank for frozen policies and, beside them, the current one
     (learner/backends/contract/frozen_policies.py): what is trained of adapters, else all weights as they lie
     in the backend. The reference of a loss over pairs and that of reinforcement learning take turns."""
@@ -298,7 +298,7 @@ def held_policies(
 
 def learner_host(
     model: Model, learner: LearnerConfig, warmup: WarmupConfig, rank: RankMemory, published: int, ranks: int
-) -> int:  # fmt: skip
+) -> int:
     """Return the host memory of the learner's first host.
 
     Two sets of buffers take turns for publications (learner/publication/host_copy.py), which all ranks divide

@@ -9,9 +9,7 @@ from bus.codec import Json
 
 WIDTH = 160
 """Characters of a line that does not go to a terminal."""
-COLUMNS = {
-    "trajectory": 12, "version": 9, "reward": 8, "advantage": 9, "tokens": 6, "end": 10, "parts": 24,
-}  # fmt: skip
+COLUMNS = {"trajectory": 12, "version": 9, "reward": 8, "advantage": 9, "tokens": 6, "end": 10, "parts": 24}
 """Characters of each column beside prompt and answer."""
 DROPPED = ("parts", "end", "version", "tokens")
 """Columns that a narrow terminal does not show, the first ones first."""

@@ -16,9 +16,7 @@ SETTING_VARIABLES: Mapping[str, str] = {
     CREDENTIALS_VARIABLE: "bus.creds",
 }
 """Variables by name, each with the setting that it stands for."""
-GIVEN_VARIABLES = (
-    "SLUICE_SUPERVISOR", "SLUICE_NODE_RANK", "SLUICE_TASK", "SLUICE_MODEL",
-)  # fmt: skip
+GIVEN_VARIABLES = ("SLUICE_SUPERVISOR", "SLUICE_NODE_RANK", "SLUICE_TASK", "SLUICE_MODEL")
 """Variables that processes give to those that they start, and nobody else sets."""
 LOG_LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
 LOG_VARIABLES = (LOG_LEVEL_VARIABLE, LOG_FORMAT_VARIABLE)

@@ -247,9 +247,9 @@ class Shadow:
         progress.tokens_trained += batch.tokens
         progress.steps_skipped += result.skipped
         progress.rl_s += time.monotonic() - started
-        await self._report({
-            **batch_values(batch), **step_values(result), "time/step_s": time.monotonic() - started,
-        })  # fmt: skip
+        await self._report(
+            {**batch_values(batch), **step_values(result), "time/step_s": time.monotonic() - started}
+        )
 
     def _begin(self) -> None:
         """Load the newest state of our own, else that of `from_checkpoint`, else the initial model."""

@@ -75,9 +75,8 @@ class DequantisedWeights(ChangedWeights):
     blocks."""
 
     def __init__(
-        self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype,
-        threads: Executor | None = None,
-    ) -> None:  # fmt: skip
+        self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype, threads: Executor | None = None
+    ) -> None:
         """Take what is stored; `blocks` are None where each tensor has one scale, or each row has."""
         self._threads = threads
         self._blocks = blocks

@@ -241,9 +241,8 @@ def snapshot_content(weights: Weights) -> SnapshotContent:
 
 
 def read_snapshot(
-    data: Data, policy_version: int, threads: Executor | None = None, *,
-    like: NewWords = np.empty_like,
-) -> Weights:  # fmt: skip
+    data: Data, policy_version: int, threads: Executor | None = None, *, like: NewWords = np.empty_like
+) -> Weights:
     """Read the tensors of a safetensors file: they stay where they are in memory of `new_memory`, and go from
     other data into memory that `like` allocates.
 

@@ -296,9 +296,7 @@ class BatchedDecoder:
                 end += 1
             filled = DynamicCache()
             tokens = self._tensor(self._rows.tokens(first, end, int(cached[first:end].max())))
-            self.model(
-                input_ids=tokens, use_cache=True, logits_to_keep=1, **{self._cache_argument: filled}
-            )  # fmt: skip
+            self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{self._cache_argument: filled})
             self._cache.fill(first, filled, torch.arange(end - first, device=tokens.device))
             first = end
 
