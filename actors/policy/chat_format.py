@@ -47,11 +47,11 @@ class CallsFound:
     """Call that the template writes and that no format reads."""
     writes: bool = True
 
-    def refuse_unread(self, setting: str = "actors.tool_calls") -> None:
+    def refuse_unread(self) -> None:
         """Raise `ConfigError` for a template whose calls no format reads."""
         if self.unread:
             raise ConfigError(
-                f"{setting}=auto: the chat template writes tool calls in a way that no format reads: "
+                "actors.tool_calls=auto: the chat template writes tool calls in a way that no format reads: "
                 f"{self.unread!r}; name the format in which the model writes them "
                 f"({', '.join(CALL_FORMATS)}), "
                 'take a template that writes one of them, or set actors.environment.calls = "tags"'

@@ -239,7 +239,7 @@ class ProgramRunner:
 
     def _probe(self) -> bool:
         """Return whether this host allows namespaces; say so where it does not."""
-        reason = _tried(self._send, self._user, self._base)
+        reason = _tried(self._send, self._user)
         if reason is None:
             return True
         if self._config.required:
@@ -257,7 +257,7 @@ def _refuse_short_memory(memory: MemoryGroup | None, failure: str) -> None:
         raise ProgramError(f"this host had no memory left and killed a process of it; {failure}")
 
 
-def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None, base: Path) -> str | None:
+def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None) -> str | None:
     """Run a program that does nothing in namespaces; return why that failed."""
     report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     report.settimeout(START_TIMEOUT_S)

@@ -100,15 +100,15 @@ def _stage(model: Model, learner: LearnerConfig, ranks: int, tokens: int, stage:
     are float32, and two moments; with `distributed_optimizer` data-parallel ranks share them."""
     parallel, lora = learner.parallel, learner.lora
     mine = _weights_of_stage(model, parallel, stage)
-    present = _counts(((one, one.elements) for one in mine), model, parallel)
+    present = _counts(((one, one.elements) for one in mine), parallel)
     trained = present
     if lora.exists:
         pairs = [(one, adapter_elements(one, lora.rank, lora.targets, experts=lora.experts)) for one in mine]
-        trained = _counts(pairs, model, parallel)
+        trained = _counts(pairs, parallel)
         present = _Counts(present.shared + trained.shared, present.experts + trained.experts)
     elif model.frozen:
         kept = [(one, one.elements) for one in mine if one.name not in model.frozen]
-        trained = _counts(kept, model, parallel)
+        trained = _counts(kept, parallel)
     main = FLOAT32 if model.item_bytes < FLOAT32 else 0
     optimizer = 0.0
     on_device = 1 - learner.optimizer.offload
@@ -164,7 +164,7 @@ def _layers_of_stage(layers: int, stages: int, stage: int) -> range:
     return range(stage * each, min(layers, (stage + 1) * each))
 
 
-def _counts(pairs: Iterable[tuple[Weight, int]], model: Model, parallel: ParallelConfig) -> _Counts:
+def _counts(pairs: Iterable[tuple[Weight, int]], parallel: ParallelConfig) -> _Counts:
     shared = experts = 0
     for one, elements in pairs:
         if one.sharing == "expert":

@@ -166,9 +166,9 @@ def is_mixture(config: PretrainedConfig, layer: int) -> bool:
     return (layer + 1) % (size(config, "decoder_sparse_step") or 1) == 0
 
 
-def kv_bytes(hf_config: PretrainedConfig, item_bytes: int = 2) -> int:
-    """Return the bytes of a token's keys and values in all layers of an engine; latent attention keeps one
-    narrow vector, delta nets keep nothing of a token."""
+def kv_bytes(hf_config: PretrainedConfig) -> int:
+    """Return the bytes of a token's 16-bit keys and values in all layers of an engine; latent attention keeps
+    one narrow vector, delta nets keep nothing of a token."""
     config = hf_config.get_text_config()
     layers = [n for n in range(size(config, "num_hidden_layers")) if not _is_delta(config, n)]
     heads = size(config, "num_attention_heads")
@@ -176,4 +176,4 @@ def kv_bytes(hf_config: PretrainedConfig, item_bytes: int = 2) -> int:
     each = 2 * (size(config, "num_key_value_heads") or heads) * width
     if rank := size(config, "kv_lora_rank"):
         each = rank + size(config, "qk_rope_head_dim")
-    return len(layers) * each * item_bytes
+    return len(layers) * each * 2
