@@ -53,6 +53,12 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
+def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A copy of its weights, which a test may change."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
 def serve(model) -> Serve:
     """Run an engine over a model of its own (`load_weights` must not change the shared one)."""
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.policy.policy import Policy
 from bus.errors import EngineError
 from bus.trajectory import FinishReason
 from bus.waiting import unless
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
 
 Script = Callable[[Sequence[int]], Sequence[int]]
 
@@ -102,3 +104,9 @@ class ScriptedEngine:
         reason: FinishReason = "length" if len(script) > len(tokens) else "stop"
         self.tokens_generated += end
         return Generation(tokens[:end], logprobs[:end], versions[:end], "abort" if aborted else reason)
+
+
+def policy_saying(tokenizer: "PreTrainedTokenizerFast", text: str, *, max_new_tokens: int = 64) -> Policy:
+    return Policy(
+        ScriptedEngine(lambda _: tokenizer.encode(text)), tokenizer, Sampling(max_new_tokens=max_new_tokens)
+    )

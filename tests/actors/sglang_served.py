@@ -96,3 +96,10 @@ def noted(call, names, name):
 
 def started(engine, name, prompt=PROMPT, new=LONG, **sampling):
     return asyncio.create_task(engine.generate(request(name, prompt, new=new, **sampling)))
+
+
+MOST_NATS = 2e-5
+"""Float32 on both sides; a sum of a few hundred terms in another order."""
+
+
+EACH_ON_A_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

@@ -9,14 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
 from actors.engines.sglang.in_server.sluice_changes import APPLY, apply_2
 from actors.engines.sglang.in_server.sluice_digests import EXPECT, expect_1
+from bus.errors import EngineError
 from tests.actors.gloo_rank import GlooRank
 from tests.actors.stand_in_adapters import PATHS, StandInAdapters
+from tests.actors.tiny import request
 
 TOKEN = 5
 
@@ -272,3 +275,43 @@ class StandIn:
             "weight_versions": [{"version": self.version, "start": 0, "end": count}],
         }
         return {"output_ids": [TOKEN] * count, "meta_info": meta}
+
+
+STATE = {"large": torch.ones(64, 8), "small": torch.ones(3)}
+TIMEOUT_S = 60
+
+
+async def has_failed(engine):
+    async with asyncio.timeout(TIMEOUT_S):
+        while not engine.failure:  # noqa: ASYNC110 - the fleet asks it, too
+            await asyncio.sleep(0.02)
+    with pytest.raises(EngineError, match="has stopped"):
+        await engine.check_health()
+    with pytest.raises(EngineError, match="has stopped"):
+        await engine.generate(request("late", [1]))
+    with pytest.raises(EngineError, match="has stopped"):
+        await engine.load_weights(STATE, 9)
+
+
+def answer(**meta):
+    return {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 3},
+            "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-2.5, 7, None]],
+            "weight_version": "4",
+            "weight_versions": [
+                {"version": "3", "start": 0, "end": 2},
+                {"version": "4", "start": 2, "end": 3},
+            ],
+            **meta,
+        },
+    }
+
+
+def later(state, share):
+    """The same with about a share of the elements moved."""
+    return {
+        name: torch.where(torch.rand(tensor.shape) < share, tensor * 1.5 + 0.25, tensor)
+        for name, tensor in state.items()
+    }

@@ -20,7 +20,7 @@ from bus.messages import DeadLetter, Prompt
 from bus.streams.consume import Inbox, consume_batches
 from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, TrajectoryBatch, Turn
-from tests.bus.test_codec import wire
+from tests.bus.example_messages import wire
 from tests.factories import make_trajectory
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from bus.codec import decode, encode
 from bus.connection.status import peak_rss_bytes
 from bus.errors import SchemaError
-from tests.bus.test_codec import CLASSES, EXAMPLES
+from tests.bus.example_messages import CLASSES, EXAMPLES
 
 ROUND = 1000
 EXPANSION = 128

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from launch.cli import main as cli
 from launch.settings.run_config import RunConfig, validate
 from storage.model_files.families import families_with
+from tests.docs.documented_commands import all_commands, exists, fields
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -160,13 +161,6 @@ def flags_of(*path: str) -> frozenset[str]:
     return frozenset(name for argument in app.assemble_argument_collection() for name in argument.names)
 
 
-def all_commands(app: App, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name in app:
-        if not name.startswith("-"):
-            below = list(all_commands(app[name], (*above, name)))
-            yield from below or [(*above, name)]
-
-
 @cache
 def flags_by_command() -> dict[tuple[str, ...], frozenset[str]]:
     return {path: flags_of(*path) for path in all_commands(cli.app)}
@@ -218,29 +212,6 @@ def test_make_targets_and_modules_exist(text: str):
 
 
 # --- settings ---
-
-
-def fields(section: object) -> dict[str, object]:
-    """The settings of a table; of a union, those of all its members."""
-    parts = [section, *getattr(section, "__args__", ())]
-    models = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
-    nested = [name for part in parts[1:] for name in fields(part).items()]
-    return dict(nested) | {
-        name: field.annotation for model in models for name, field in model.model_fields.items()
-    }
-
-
-def exists(setting: str) -> bool:
-    """Tell whether a dotted name leads through the schema; tables with free keys take any."""
-    section: object = RunConfig
-    for name in setting.split("."):
-        if getattr(section, "__origin__", None) is dict:
-            return True
-        below = fields(section)
-        if name not in below:
-            return False
-        section = below[name]
-    return True
 
 
 def test_settings_exist(text: str):

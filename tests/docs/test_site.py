@@ -14,7 +14,7 @@ import launch
 from launch.cli import main as cli
 from launch.settings.run_config import RunConfig
 from launch.settings.sources import leaves
-from tests.docs.test_docs import all_commands, exists
+from tests.docs.documented_commands import all_commands, exists
 
 pytestmark = pytest.mark.slow
 

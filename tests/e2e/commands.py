@@ -149,3 +149,13 @@ def assert_whole(run: Path, steps: int, groups: int, samples: int) -> None:
     assert summary["groups"]["trained"] == steps * groups
     assert summary["accounted"]
     assert summary["max_staleness_seen"] <= summary["max_staleness_allowed"]
+
+
+def trained_again(directory: Path) -> dict[str, object]:
+    """Return what `launch retrain` reports of the run, by one process."""
+    retrained = Command(directory, "retrain", "--run", "sort", "--json")
+    try:
+        assert retrained.wait(300) == 0, retrained.said()
+    finally:
+        retrained.kill()
+    return json.loads(retrained.said().splitlines()[-1])

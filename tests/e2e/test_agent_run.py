@@ -12,9 +12,9 @@ from launch.local.local import MONITORED
 from launch.run_view.recorded_runs import recorded_runs
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
-from tests.actors.environments.test_agent import running
+from tests.actors.environments.agent_programs import running
 from tests.e2e.commands import Command, wait_for_step, wait_until
-from tests.launch.process.test_health_server import get, numbers
+from tests.launch.health_answers import get, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(400)]
 STEPS, GROUPS, SAMPLES = 2, 2, 4

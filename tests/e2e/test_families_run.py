@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tests.e2e.commands import records_of_run
-from tests.e2e.test_router_replay_run import written
+from tests.e2e.small_mixtures import written
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly]
 SMALL = (

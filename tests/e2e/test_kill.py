@@ -1,6 +1,5 @@
 """`launch local` while its processes are killed with SIGKILL one after the other, ranks included."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.e2e.commands import (
     Command,
     assert_whole,
     part,
+    trained_again,
     wait_for_step,
     wait_until,
     with_steps,
@@ -73,13 +73,3 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
 def _resumed(run: Path) -> int:
     """How often a rank went on from a checkpoint since the run began."""
     return (run / "logs/learner.log").read_text().count("resumed ")
-
-
-def trained_again(directory: Path) -> dict[str, object]:
-    """Return what `launch retrain` reports of the run, by one process."""
-    retrained = Command(directory, "retrain", "--run", "sort", "--json")
-    try:
-        assert retrained.wait(300) == 0, retrained.said()
-    finally:
-        retrained.kill()
-    return json.loads(retrained.said().splitlines()[-1])

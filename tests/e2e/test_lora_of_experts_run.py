@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.colocated_runs import COLOCATED, assert_took_turns
 from tests.e2e.commands import records_of_run
-from tests.e2e.test_colocation import COLOCATED, assert_took_turns
-from tests.e2e.test_lora_run import SMALL
-from tests.e2e.test_router_replay_run import MODELS, REPLAY, written
+from tests.e2e.lora_settings import SMALL
+from tests.e2e.small_mixtures import MODELS, REPLAY, written
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 

@@ -7,18 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.commands import Command, assert_whole
+from tests.e2e.lora_settings import SMALL
 
 # By day test_lora_of_experts_run.py has adapters of attention, too.
 pytestmark = [pytest.mark.nats, pytest.mark.nightly]
-
-SMALL = (
-    "--preset", "sort", "--learner.steps", "4", "--learner.lora.rank", "4", "--learner.lora.alpha", "8",
-    "--learner.reference.kl-coef", "0.01", "--learner.target-accuracy", "none",
-    "--warmup.steps", "24", "--warmup.batch-size", "16", "--warmup.optimizer.lr", "1e-2",
-    "--warmup.optimizer.warmup-steps", "4",
-    "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
-    "--evaluation.every-versions", "0",
-)  # fmt: skip
 
 
 def test_the_sort_preset_trains_adapters_and_its_engine_agrees(tmp_path):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.commands import records_of_run
-from tests.e2e.test_kill import trained_again
-from tests.e2e.test_router_replay_run import MODELS, SMALL, written
+from tests.e2e.commands import records_of_run, trained_again
+from tests.e2e.small_mixtures import MODELS, SMALL, written
 
 pytestmark = [pytest.mark.nats, pytest.mark.nightly]
 DONOR = "model.layers.2."

@@ -12,20 +12,11 @@ from structlog.testing import capture_logs
 from transformers import Qwen3Config
 
 from actors.metrics.counters import report_end
-from bus.codec import Json, decode, encode
+from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.errors import ConfigError, NoActorsError, SluiceError, leaves
 from bus.evaluation_messages import PromptSet
-from bus.messages import (
-    BlobRef,
-    GroupRejected,
-    ModelFiles,
-    PolicyManifest,
-    RoleHolder,
-    RunIdentity,
-    RunRecord,
-    Status,
-)
+from bus.messages import BlobRef, GroupRejected, ModelFiles, RoleHolder, RunIdentity, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.streams import lost_data
 from bus.streams.blob_store import get_blob, put_blob
@@ -33,25 +24,22 @@ from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.topology import remove
 from launch.process.runtime import for_user
-from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
-from storage.disk.run_directory import RunDirectory
 from storage.dispatch import absent_actors
 from storage.ledger.ledger import Ledger
-from storage.model_files.packed_files import bundle, unbundle
+from storage.model_files.packed_files import unbundle
 from storage.prompts import updates
 from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
-from storage.settings.data import DataConfig
 from storage.settings.replay import ReplayConfig
 from storage.store.replay import ReplayStore
 from storage.weights.blob_stores import on_bus
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 from tests.pictures import image_part, picture
+from tests.storage.served_storage import files_of_a_model, make_settings, publish_policy, write_prompts
 from tests.storage.serving import (
     BLOB,
-    SMALL,
     LearnerStandIn,
     has,
     leases,
@@ -76,31 +64,7 @@ BESIDE = {
 
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    """Files of a model with a context of 32 tokens, one a character."""
-    directory = tmp_path_factory.mktemp("model")
-    character_tokenizer().save_pretrained(directory)
-    Qwen3Config(max_position_embeddings=32).save_pretrained(directory)
-    return bundle(directory)
-
-
-def write_prompts(path: Path, *contents: Json) -> Path:
-    path.write_text("".join(json.dumps({"prompt": content}) + "\n" for content in contents))
-    return path
-
-
-def make_settings(
-    tmp_path: Path, *contents: str, shards: int = 2, heldout: Path | None = None
-) -> StorageSettings:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", *contents) if contents else None
-    return StorageSettings(
-        data=DataConfig(prompts=prompts, heldout=heldout),
-        admission=SMALL,
-        replay=ReplayConfig(shards=shards, linger_s=0.0),
-        seed=0,
-        max_new_tokens=10,
-        run=RunDirectory(tmp_path / "runs", "test"),
-        config_json='{"seed": 0}',
-    )
+    return files_of_a_model(tmp_path_factory.mktemp("model"))
 
 
 async def announced(bus: Bus, settings: StorageSettings) -> None:
@@ -180,12 +144,6 @@ async def test_storage_whose_files_cannot_be_opened_is_never_ready_and_names_the
     assert not any(line["event"] == "storage_ready" for line in said)
     errors = [for_user(error) for error in leaves(caught.value)]
     assert all(isinstance(error, SluiceError) and str(blocked) in str(error) for error in errors)
-
-
-async def publish_policy(bus: Bus, model: BlobRef) -> None:
-    await bus.put(
-        "policy", PolicyManifest(policy_version=0, incarnation="a", snapshot=BLOB, model=model, stage="rl")
-    )
 
 
 def storage(bus: Bus, settings: StorageSettings):

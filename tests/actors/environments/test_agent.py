@@ -3,11 +3,10 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from structlog.testing import capture_logs
 
@@ -26,24 +25,10 @@ from actors.settings.agents import AgentConfig
 from bus.errors import ConfigError, EngineError, HandBackError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
+from tests.actors.environments.agent_programs import HEAD, running
 from tests.actors.gateway.served import TOKENIZER, script, until
 from tests.actors.scripted_engine import ScriptedEngine
 
-HEAD = """
-import json, os, sys, time, urllib.request
-def post(url, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request, timeout=20))
-def ask(text):
-    body = {"model": os.environ["SLUICE_MODEL"], "messages": [{"role": "user", "content": text}]}
-    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
-    return answer["choices"][0]["message"]["content"]
-def reward(value):
-    post(given["reward_url"], value)
-task = json.load(open(os.environ["SLUICE_TASK"]))
-given = json.loads(sys.stdin.read() or "{}")
-"""
 TASK = Task(task_id="g00000000.0", prompt="say fine", label="fine", metadata={"level": 1})
 
 
@@ -334,16 +319,6 @@ async def test_program_that_is_done_soon_after_the_stop_gives_its_episode(agent:
         await asyncio.sleep(0)
         agent.engine.release()
         assert (await rollout).trajectories[0].reward == 4.0
-
-
-def running(word: str) -> list[int]:
-    """Return the processes of this host that have a word in their command lines."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(word in argument for argument in process.cmdline()):
-                found.append(process.pid)
-    return found
 
 
 async def test_failure_of_the_engine_is_told_as_such_whatever_the_program_does(agent: Setting):

@@ -23,8 +23,8 @@ from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
 from actors.settings.episode_sandboxes import SandboxServerConfig
 from bus.errors import ConfigError
-from tests.actors.environments.test_agent import HEAD
-from tests.actors.environments.test_payment import VERIFIER
+from tests.actors.environments.agent_programs import HEAD
+from tests.actors.environments.schemers import VERIFIER
 from tests.actors.episode_sandboxes.cluster import cluster
 from tests.actors.episode_sandboxes.daemons import IMAGE, ask_for_few_processes, daemon_of, image_of_python
 from tests.actors.gateway.served import TOKENIZER, script

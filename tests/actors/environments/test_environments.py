@@ -21,13 +21,7 @@ from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
-from tests.actors.scripted_engine import ScriptedEngine
-
-
-def policy_saying(tokenizer, text, *, max_new_tokens=64):
-    return Policy(
-        ScriptedEngine(lambda _: tokenizer.encode(text)), tokenizer, Sampling(max_new_tokens=max_new_tokens)
-    )
+from tests.actors.scripted_engine import ScriptedEngine, policy_saying
 
 
 async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):

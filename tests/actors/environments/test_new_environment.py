@@ -18,7 +18,7 @@ from actors.settings.environment import EnvironmentSettings
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from tests.actors.environments.test_environments import policy_saying
+from tests.actors.scripted_engine import policy_saying
 
 RECORDS = get_args(get_args(EnvironmentConfig)[0])
 

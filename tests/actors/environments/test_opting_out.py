@@ -33,7 +33,7 @@ from actors.settings.agents import AgentConfig
 from actors.settings.games import GameConfig, PluginGame
 from actors.settings.panel import DebateConfig, PanelConfig
 from bus.errors import HandBackError, RequestRefusedError
-from tests.actors.environments.test_payment import Schemer
+from tests.actors.environments.schemers import Schemer
 from tests.actors.gateway.served import TOKENIZER, encoded
 from tests.actors.programs.memory_kills import killed_elsewhere
 from tests.actors.scripted_engine import ScriptedEngine

@@ -1,65 +1,31 @@
 """A policy with a shell is not paid, whatever it tries, and does not see its label."""
 
 import asyncio
-import json
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from actors.engines.base import Sampling
 from actors.environments.agent import AgentEnvironment
 from actors.environments.build import build_environment
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
-from actors.policy.policy import Policy
 from actors.programs import hidden
 from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
 from actors.settings.agents import AgentConfig
 from bus.errors import ConfigError
-from tests.actors.environments.test_agent import running
+from tests.actors.environments.agent_programs import running
+from tests.actors.environments.schemers import VERIFIER, Schemer
 from tests.actors.environments.ways_to_be_paid import OF_HTTP, OF_SHELL, POST
-from tests.actors.gateway.served import TOKENIZER, encoded
-from tests.actors.scripted_engine import ScriptedEngine
 
 LABEL = "LABEL-73501"
 REFUSED = 9
 """Requests among the ways to be paid that ask for a reward with the key of the session."""
 TASK = Task(task_id="g00000000.0", prompt="earn", label=LABEL)
-VERIFIER = """
-import json, os, sys, time, urllib.request
-given = json.load(sys.stdin)
-assert os.getcwd() != given["directory"]
-time.sleep(0.2)  # what the agent left behind would have its time
-reward = float(given["answer"] == given["label"])
-urllib.request.urlopen(urllib.request.Request(given["reward_url"], json.dumps(reward).encode()), timeout=20)
-"""
-
-
-class Schemer:
-    """A policy that runs one command after the other, and notes what it saw."""
-
-    def __init__(self, commands: Sequence[str], answer: str = "done") -> None:
-        self.seen: list[str] = []
-        self._commands = [*commands]
-        self._answer = answer
-        self.engine = ScriptedEngine(self._next)
-        self.policy = Policy(self.engine, TOKENIZER, Sampling(max_new_tokens=4096))
-
-    def _next(self, tokens: Sequence[int]) -> list[int]:
-        text = TOKENIZER.decode(list(tokens))
-        if "aside" in text:
-            return encoded("x<|im_end|>")
-        self.seen.append(text)
-        if not self._commands:
-            return encoded(f"{self._answer}<|im_end|>")
-        call = json.dumps({"name": "shell", "arguments": {"command": self._commands.pop(0)}})
-        return encoded(f"<tool_call>{call}</tool_call><|im_end|>")
 
 
 class Host:

@@ -28,7 +28,7 @@ from tests.actors.episode_sandboxes.daemons import (
     daemon_of,
     started_daemon,
 )
-from tests.actors.tools.test_sandbox_tools import Episode
+from tests.actors.tools.sandbox_episodes import Episode
 
 pytestmark = pytest.mark.nightly
 HAS_GROUPS_OF_VERSION_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()

@@ -18,7 +18,7 @@ from actors.settings.evaluation import ChatEndpointConfig
 from actors.settings.tool_chat import ToolsConfig
 from bus.errors import ConfigError, RequestRefusedError
 from storage.weights.blob_sources import Blobs
-from tests.actors.evaluation.test_evaluation_sets import ask
+from tests.actors.evaluation.asked_sets import ask
 from tests.actors.held_out import SAMPLED, TOKENIZER, Recording, published
 from tests.actors.scripted_engine import ScriptedEngine
 

@@ -33,7 +33,7 @@ from learner.initial.scratch_model import build_model_directory
 from storage.metrics.records import ENDED
 from storage.model_files.packed_files import bundle
 from storage.weights.blob_sources import Blobs
-from tests.actors.evaluation.test_evaluation_sets import ask
+from tests.actors.evaluation.asked_sets import ask
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published, until
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.sglang_stand_in import StandIn

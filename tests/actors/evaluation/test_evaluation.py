@@ -11,11 +11,11 @@ from actors.evaluation import engines as evaluation_engines
 from actors.evaluation.engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError
 from tests.actors import held_out
-from tests.actors.engines.fleet.test_fleet_embedded import fleet_of, state  # noqa: F401
+from tests.actors.engines.fleet.embedded_fleet import fleet_of
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, followed, published, until
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import tiny_model
-from tests.actors.weights.test_weights import publish
+from tests.actors.weights.publications import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
@@ -356,9 +356,7 @@ async def test_without_engines_the_evaluator_ends_and_its_task_is_left_for_other
 
 
 async def test_the_range_of_real_engines_is_that_of_their_tokens_across_a_turn_of_the_learner(
-    bus,
-    evaluations,
-    state,  # noqa: F811
+    bus, evaluations, state
 ):
     """As with colocation: the engines leave the device in the midst, and come back with newer weights."""
     async with fleet_of("one", "two", state=state) as (fleet, _), followed(bus, fleet) as follower:

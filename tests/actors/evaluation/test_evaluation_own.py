@@ -13,7 +13,7 @@ from bus.streams.blob_store import delete_blob
 from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import Recording, published
 from tests.actors.tiny import tiny_model
-from tests.actors.weights.test_weights import publish
+from tests.actors.weights.publications import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 

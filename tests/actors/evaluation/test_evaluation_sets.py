@@ -2,49 +2,17 @@
 
 import pytest
 
-from actors.episodes.episode import Episode
 from actors.evaluation.engines import OwnEngine, RolloutEngines
 from bus.codec import decode, encode
 from bus.errors import SchemaError
-from bus.evaluation_messages import EvaluationTask, PromptSet
-from bus.messages import Prompt
-from bus.streams.blob_store import put_blob
-from bus.streams.publish import Publisher
+from bus.evaluation_messages import EvaluationTask
 from storage.weights.blob_sources import Blobs
+from tests.actors.evaluation.asked_sets import SomeRight, ask
 from tests.actors.held_out import followed
 from tests.actors.scripted_engine import ScriptedEngine
-from tests.actors.weights.test_weights import publish
+from tests.actors.weights.publications import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-class SomeRight:
-    """The first `n` samples of the n-th prompt are right; remembers tasks and their sampling."""
-
-    trajectories_per_episode = 1
-
-    def __init__(self):
-        self.tasks = []
-
-    async def run(self, task, policy):
-        policy = policy.fresh(task.task_id)
-        await policy.chat(task.messages)
-        self.tasks.append(task.task_id)
-        name, _, sample = task.task_id.partition(".")
-        right = sample != "" and int(sample) < int(name.rpartition("-")[2])
-        return Episode(trajectories=policy.trajectories(float(right)))
-
-
-PROMPTS = tuple(Prompt(content=str(n)) for n in range(3))
-
-
-async def ask(bus, manifest, prompts=PROMPTS, **settings):
-    held_out = PromptSet(prompts=tuple(prompts))
-    ref = await put_blob(bus, Publisher(bus), encode(held_out), f"heldout-{settings.get('data_set', '')}")
-    task = EvaluationTask(policy=manifest, prompts=ref, **settings)
-    await Publisher(bus).publish(
-        bus.subject("tasks", "evaluation"), encode(task), message_id=f"{manifest.policy_version}-{settings}"
-    )
 
 
 async def test_pass_at_k_of_each_data_set_with_its_own_sampling(bus, evaluations):

@@ -13,10 +13,10 @@ from launch.trajectories.export import export_run
 from launch.trajectories.held_out import HeldOutTrajectories
 from launch.trajectories.search import TrajectoryFilter
 from storage.metrics.held_out_answers import HeldOutStore, keep_held_out_answers
-from tests.actors.evaluation.test_evaluation_sets import SomeRight, ask
+from tests.actors.evaluation.asked_sets import SomeRight, ask
 from tests.actors.held_out import Evaluations, followed
 from tests.actors.scripted_engine import ScriptedEngine
-from tests.actors.weights.test_weights import publish
+from tests.actors.weights.publications import publish
 from tests.launch.dashboard.run_on_disk import make_run
 from tests.storage.serving import running, until
 

@@ -21,6 +21,7 @@ from actors.episodes.episode import AgentTrajectory, Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
+from tests.actors.gateway.prepared_environments import PREPARE_S, prepared
 from tests.actors.gateway.served import END, TOKENIZER, encoded, script
 from tests.actors.scripted_engine import ScriptedEngine
 
@@ -29,7 +30,6 @@ PROGRAMS = Path(__file__).with_name("foreign")
 CALL = 'I add.<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
 FINAL_CALL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>'
 TASK = Task(task_id="g00000000.0", prompt="40+2?", label="42")
-PREPARE_S = 600.0
 BEGIN = "<|im_start|>"
 
 
@@ -56,17 +56,6 @@ AGENTS = [
     Foreign("google_adk", ("google-genai>=2,<3", "google-adk>=2,<3"), (CALL, "42", "wrong", CALL, "42"), 3),
     Foreign("openenv", ("openenv>=0.10,<0.11", "openai>=2,<4"), ("wrong", "42"), 1),
 ]
-
-
-def prepared(directory: Path, packages: Sequence[str]) -> Path:
-    """Return the interpreter of an environment with these packages, which is made unless it is there."""
-    python, complete = directory / "bin/python", directory / "complete"
-    if not complete.exists():
-        subprocess.run([sys.executable, "-m", "venv", directory], check=True, timeout=120)
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
-        subprocess.run(command, check=True, timeout=PREPARE_S)
-        complete.touch()
-    return python
 
 
 @pytest.fixture(scope="session")

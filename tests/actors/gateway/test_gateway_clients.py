@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.actors.gateway.request_bodies import WRITTEN, answering
 from tests.actors.gateway.served import encoded, served
-from tests.actors.gateway.test_gateway_tools import WRITTEN, answering
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(600)]
 CLIENT = Path(__file__).with_name("real_clients.py")

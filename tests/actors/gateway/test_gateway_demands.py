@@ -7,9 +7,8 @@ import pytest
 
 from actors.environments.session_episode import unscored_episode
 from bus.errors import EngineError
+from tests.actors.gateway.request_bodies import BODIES, CHAT, MESSAGES, RESPONSES, TOOL, answering
 from tests.actors.gateway.served import TOKENIZER, chat_body, encoded, served, until
-from tests.actors.gateway.test_gateway_http import BODIES, CHAT, MESSAGES, RESPONSES
-from tests.actors.gateway.test_gateway_tools import TOOL, answering
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "A", "schema": {"type": "object"}}}
 

@@ -12,13 +12,10 @@ from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.settings.gateway import GatewayConfig
 from bus.errors import ConfigError, EngineError
+from tests.actors.gateway.request_bodies import BODIES, CHAT, GENERATE, HELLO, MESSAGES, RESPONSES
 from tests.actors.gateway.served import chat_body, served, until
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-GENERATE = "/v1beta/models/gemini-3:generateContent"
 STREAM = GENERATE.replace("generate", "streamGenerate") + "?alt=sse"
-HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
-BODIES = {CHAT: HELLO, MESSAGES: {**HELLO, "max_tokens": 9}, RESPONSES: {"model": "any", "input": "hi"}}
 BODIES[GENERATE] = BODIES[STREAM] = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
 
 

@@ -6,15 +6,10 @@ import sys
 import pytest
 
 from actors.gateway.dialects import openai_responses
+from tests.actors.gateway.request_bodies import TOOL, WRITTEN, answering
 from tests.actors.gateway.served import TOKENIZER, Served, encoded, served
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
 ASKED = {"role": "user", "content": "40+2?"}
-
-
-def answering(prompt: str) -> str:
-    return "42" if "tool 42" in prompt else f"I add.{WRITTEN}"
 
 
 def assert_one_strand(s: Served) -> None:

@@ -31,7 +31,7 @@ from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import recomputed, tiny_model
-from tests.learner.publication.test_snapshot_writing import SlowDisk
+from tests.learner.publication.slow_disk import SlowDisk
 
 
 class Loading:

@@ -21,7 +21,7 @@ from actors.policy.policy import Policy
 from actors.rollouts.group import Group
 from actors.settings.engines import EmbeddedEngineConfig
 from tests.actors.policy.families import FAMILIES, Family
-from tests.actors.policy.test_conversations import UNSHRUNK, answers, retold, sampled
+from tests.actors.policy.retold_chats import UNSHRUNK, answers, retold, sampled
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 

@@ -20,7 +20,7 @@ from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRun
 from actors.sandboxes import control_groups
 from actors.settings.agents import IsolationConfig
 from bus.errors import ConfigError
-from tests.actors.environments.test_agent import running
+from tests.actors.environments.agent_programs import running
 from tests.actors.gateway.served import until
 from tests.actors.programs.memory_kills import short_of_memory, taking
 

@@ -8,9 +8,9 @@ from actors.rewards.builtin.quick import dapo, f1, gpqa, last_number
 from actors.rewards.code.reward import program_in
 from actors.rewards.instructions.reward import CHECKS, instructions
 from tests.actors.rewards.answers import answer
-from tests.actors.rewards.test_ifbench import CASES as IFBENCH
-from tests.actors.rewards.test_ifbench import SYLLABLES, VERBS, nltk_data, write_tagger  # noqa: F401 - a fixture
-from tests.actors.rewards.test_instructions import CASES
+from tests.actors.rewards.ifbench_cases import CASES as IFBENCH
+from tests.actors.rewards.ifbench_cases import SYLLABLES, VERBS, write_tagger
+from tests.actors.rewards.instruction_cases import CASES
 
 LENGTH = 10_000
 BOUND_S = 0.25

@@ -1,9 +1,6 @@
 """Tasks of reasoning-gym: prompts that hold their entry, and its own verifier as reward."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -17,24 +14,12 @@ from storage.built_in_tasks.generators import generate_task
 from storage.built_in_tasks.reasoning_gym_tasks import exact_text, exact_value
 from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys
-from tests.actors.rewards.answers import answer
+from tests.actors.rewards.gym_entries import ENTRY, QUESTION, row_answer, to, written_elsewhere
 
 KEYS = PromptKeys()
-QUESTION = "What is 2 + 3?"
-ENTRY = {"question": QUESTION, "answer": "5", "metadata": {"source_dataset": "chain_sum"}}
-STORED = {"reasoning_gym": {"data_set": "chain_sum", "package": "0.1.25", "entry": exact_text(ENTRY)}}
 
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
 """Data sets that make other entries of the same seed where Python's hashes have another one."""
-
-
-def to(text, question=QUESTION, label="5", metadata=STORED):
-    """An answer to a prompt of reasoning-gym."""
-    return answer(text, label, messages=({"role": "user", "content": question},), metadata=metadata)
-
-
-def row_answer(row, text):
-    return to(text, row["prompt"], row["label"], row["metadata"])
 
 
 @pytest.fixture
@@ -42,14 +27,6 @@ async def scorer():
     scorer = Scorer.from_config("reasoning_gym", RewardConfig(reward="reasoning_gym", reward_timeout_s=5))
     yield scorer
     await scorer.close()
-
-
-def written_elsewhere(tmp_path, count, *names, timeout_s=280):
-    """Prompts of data sets that another process has made, whose hashes have another seed."""
-    path = tmp_path / "rows.json"
-    asked = [sys.executable, "-m", "tests.actors.rewards.gym_entries", str(path), str(count), *names]
-    subprocess.run(asked, check=True, timeout=timeout_s, env={**os.environ, "PYTHONHASHSEED": "1"})
-    return json.loads(path.read_text())
 
 
 @pytest.mark.slow

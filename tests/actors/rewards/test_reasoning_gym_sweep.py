@@ -7,7 +7,7 @@ import pytest
 from actors.rewards.base import Scored
 from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
-from tests.actors.rewards.test_reasoning_gym import row_answer, written_elsewhere
+from tests.actors.rewards.gym_entries import row_answer, written_elsewhere
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 ENTRIES = 5

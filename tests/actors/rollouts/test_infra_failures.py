@@ -26,7 +26,7 @@ from bus.streams.publish import Publisher
 from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
-from tests.actors.rollouts.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
+from tests.actors.rollouts.whole_actor import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 

@@ -10,14 +10,14 @@ from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from tests.actors.environments.test_tool_chat import (
+from tests.actors.environments.scripted_tool_chats import (
     LONG,
     Model,
-    ScriptedEngine,
     environment_of,
     rolled_out,
     tool_tokenizer,
 )
+from tests.actors.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,17 @@
 import asyncio
 
 import pytest
-import torch
-from safetensors.torch import save
 
 from actors.engines.served_adapters import ServedAdapters
 from actors.weights.follow import PolicyFollower
 from bus.errors import ConfigError, WeightsKeptError
-from bus.messages import AdaptedBase, PolicyManifest
-from bus.streams.blob_store import delete_blob, put_blob
-from bus.streams.publish import Publisher
+from bus.messages import AdaptedBase
+from bus.streams.blob_store import delete_blob
 from tests.actors.scripted_engine import ScriptedEngine
+from tests.actors.weights.publications import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 60
-
-
-async def publish(bus, version, *, incarnation="one", stage="rl", announce=True, adapted=None):
-    snapshot = await put_blob(
-        bus, Publisher(bus), save({"weight": torch.full((4,), float(version))}), incarnation, version
-    )
-    manifest = PolicyManifest(
-        policy_version=version, incarnation=incarnation, snapshot=snapshot, model=snapshot, stage=stage,
-        adapted=adapted,
-    )  # fmt: skip
-    if announce:
-        await bus.put("policy", manifest)
-        await bus.notify(bus.subject("notice", "policy"), manifest)
-    return manifest
 
 
 @pytest.fixture

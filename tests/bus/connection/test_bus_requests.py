@@ -17,7 +17,7 @@ from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server.nats_server import NatsServer
 from bus.trajectory import TrajectoryBatch
 from soak.link import faulty_link
-from tests.bus.connection.test_connection import ASK
+from tests.bus.connection.questions import ASK
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 

@@ -17,9 +17,8 @@ from bus.errors import BusAwayError, ConfigError
 from bus.requests import Done, StoredRequest
 from bus.server.nats_server import NatsServer, free_port
 from bus.streams.publish import Publisher
+from tests.bus.connection.questions import ASK
 from tests.conftest import Connect
-
-ASK = StoredRequest(after=3)
 
 
 async def refusal(url: str, timeout_s: float = 0.4, error: type[Exception] = ConfigError) -> str:

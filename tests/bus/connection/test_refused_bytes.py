@@ -14,7 +14,7 @@ from bus.errors import SchemaError
 from bus.messages import BlobRef, DeltaRef, PolicyManifest, Prompt, RewardGiven
 from bus.requests import Done, Waiting
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch, refuse_impossible_logprobs
-from tests.bus.test_codec import BLOB, CHAT, CLASSES, DELTAS, EXAMPLES, POLICY, wire
+from tests.bus.example_messages import BLOB, CHAT, CLASSES, DELTAS, EXAMPLES, POLICY, wire
 from tests.factories import make_trajectory, make_turn
 
 

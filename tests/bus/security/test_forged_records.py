@@ -30,8 +30,8 @@ from bus.streams.consume import Inbox, consume
 from bus.streams.lost_data import OwnRecords
 from bus.streams.publish import Publisher
 from launch.services.bus import follow_directory
+from tests.bus.security.forgeries import forgeries
 from tests.bus.security.secured import As, by_role, make_streams, secured_bus
-from tests.bus.security.test_signatures import forgeries
 
 pytestmark = pytest.mark.nats
 FORGED = 10_000

@@ -8,7 +8,7 @@ from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import PluginEnvironmentConfig
 from soak.failing_environment import FAILURES
-from tests.actors.rollouts.test_worker import TOKENIZER, answer_with
+from tests.actors.rollouts.whole_actor import TOKENIZER, answer_with
 from tests.actors.scripted_engine import ScriptedEngine
 
 ROLLOUTS = 200

@@ -71,7 +71,7 @@ async def storage_process(server: NatsServer, bus: Bus, run: RunDirectory, *faul
         return await bus.get("run", RunRecord) is not None
 
     try:
-        await until(announced, seconds=60)
+        await until(announced, seconds=200)
         await publish_policy(bus, run.path.parent / "model")
         yield
     finally:

@@ -1,12 +1,9 @@
 """`launch try`: what a model does with a few prompts, as text."""
 
 import asyncio
-import json
 import re
-from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from actors.engines.base import Sampling
 from actors.environments.tools import ToolChat
@@ -16,9 +13,8 @@ from bus.errors import ConfigError
 from launch.checks.trial import Trial, WatchedPolicy, show, shown_on, try_model
 from launch.settings.run_config import resolve
 from tests.actors.scripted_engine import ScriptedEngine
-from tests.published_chats import CHATS, tokenizer_of_chat
+from tests.launch.model_directory import QWEN, directory
 
-QWEN = tokenizer_of_chat(CHATS["Qwen3"])
 END = QWEN.convert_tokens_to_ids("<|im_end|>")
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*21"}}\n</tool_call><|im_end|>'
 
@@ -91,22 +87,6 @@ async def test_what_fails_is_shown_as_itself_and_what_never_ends_is_pointed_out(
     assert "failed: EpisodeError" in said[1].plain
     assert "it offers the tool 'other'" in said[1].plain
     assert "No answer ended by itself: look whether the stop tokens above" in trial.summary()
-
-
-def directory(path: Path, *, context: int = 256) -> Path:
-    """Write a model that has learned nothing, and prompts for it."""
-    set_seed(3)
-    path.mkdir(exist_ok=True)
-    QWEN.save_pretrained(path)
-    config = Qwen3Config(
-        vocab_size=len(QWEN), hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, eos_token_id=None,
-        bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    rows = [{"prompt": f"{n}+1=", "label": str(n + 1)} for n in range(5)]
-    (path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.slow

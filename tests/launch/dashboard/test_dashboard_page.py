@@ -25,9 +25,9 @@ from soak.link import HOST, faulty_link
 from storage.disk.atomic_files import write_json
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.dashboard.run_on_disk import make_run, make_supervised_run, write_held_out_answers
-from tests.launch.dashboard.test_dashboard_server import TOKEN, no_bus, served
+from tests.launch.dashboard.served_page import TOKEN, no_bus, served
 from tests.launch.messages import actor, learner, metrics, storage
-from tests.launch.run_view.test_run_status import answer, speaking
+from tests.launch.speaking_processes import answer, speaking
 from tests.storage.serving import manifest, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright: pip install playwright")

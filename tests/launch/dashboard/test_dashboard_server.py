@@ -3,9 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,12 +33,10 @@ from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.dashboard.run_on_disk import make_run
+from tests.launch.dashboard.served_page import TOKEN, no_bus, served
 from tests.launch.messages import actor, learner, metrics, storage
-from tests.launch.run_view.test_run_status import answer
+from tests.launch.speaking_processes import answer
 from tests.storage.serving import running
-
-TOKEN = "a token that nobody guesses"
-ANY_PORT = Address(port=0)
 
 
 class Answer(NamedTuple):
@@ -51,22 +47,6 @@ class Answer(NamedTuple):
     @property
     def json(self) -> dict:
         return json.loads(self.text)
-
-
-def no_bus(run: str) -> RunConfig:
-    raise ConfigError(f"nobody knows the bus of {run}")
-
-
-@asynccontextmanager
-async def served(
-    runs: OpenRuns, listening: Address = ANY_PORT, *, token: str | None = None
-) -> AsyncIterator[str]:
-    """Serve the runs at a port of its own; yields the address."""
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    work = partial(serve_dashboard, runs, listening, token=token, ready=address.set_result)
-    async with running(work) as serving, asyncio.timeout(180):
-        await asyncio.wait((address, serving), return_when=asyncio.FIRST_COMPLETED)
-        yield address.result()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from tests.launch.dashboard.run_on_disk import (
     two_turns,
     write_tokenizer,
 )
-from tests.launch.dashboard.test_dashboard_server import no_bus
+from tests.launch.dashboard.served_page import no_bus
 from tests.storage.serving import make_shard, manifest, running
 
 

@@ -18,8 +18,8 @@ from launch.evaluation.answers_file import GREEDY
 from launch.evaluation.evaluate import EvaluationRequest, evaluate
 from launch.settings.run_config import RunConfig, resolve
 from learner.convert.megatron import hf_to_megatron
-from tests.launch.checks.test_trial import directory
 from tests.launch.external_environments.played import command_of
+from tests.launch.model_directory import directory
 
 
 class Server:

@@ -21,8 +21,8 @@ from bus.errors import ConfigError
 from launch.external_environments.environment import EnvironmentFile, ExternalEnvironment
 from launch.settings.run_config import resolve
 from tests.actors.gateway.served import END, TOKENIZER
-from tests.launch.checks.test_trial import directory
 from tests.launch.external_environments.played import playing, read_rows
+from tests.launch.model_directory import directory
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent

@@ -20,13 +20,13 @@ from launch.process.runtime import KILLED, SUPERVISOR, complaints
 from launch.settings.run_config import SupervisionConfig
 from storage.disk import log_files
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 IMPATIENT = SupervisionConfig(restarts=2, window_s=60, first_pause_s=0.01)
 SERVE = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -247,7 +247,7 @@ async def test_parts_stop_together_and_those_that_serve_them_after_them_the_firs
             sys.exit(0)
         signal.signal(signal.SIGTERM, end)
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
     for name in ("bus", "storage", "actors", "learner"):
         started = part(name, program, serves=name in ("bus", "storage"))
@@ -269,9 +269,9 @@ async def test_parts_stop_together_and_those_that_serve_them_after_them_the_firs
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -348,7 +348,7 @@ async def test_a_part_that_is_killed_before_it_is_ready_is_started_again(
             file.write("x")
         if len(lives.read_text()) < 3:
             os.kill(os.getpid(), 9)
-        time.sleep(60)
+        time.sleep(600)
     """
 
     async def in_its_third_life() -> bool:
@@ -381,22 +381,22 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
             bus = (sys.executable, "-m", "launch", "bus", "--port", "0", "--directory", str(logs / "bus"))
             await supervisor.start(Part("bus", bus))
             await supervisor.start(Part("serving", (sys.executable, "-c", {SERVE!r})))
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
         asyncio.run(main())
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
-    deadline = time.monotonic() + WAIT_S
-    log = tmp_path / "bus.log"
-    while not (log.exists() and "bus_ready" in log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert {"nats-server"} < {child.name() for child in family}
-
-    process.kill()
-    process.wait()
-
+    try:
+        deadline = time.monotonic() + WAIT_S
+        log = tmp_path / "bus.log"
+        while not (log.exists() and "bus_ready" in log.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert {"nats-server"} < {child.name() for child in family}
+    finally:
+        process.kill()
+        process.wait()
     _, left = psutil.wait_procs(family, timeout=WAIT_S)
     assert left == []
 
@@ -409,7 +409,7 @@ ORPHAN = """
 
     async def main(stop):
         print("ready", flush=True)
-        await asyncio.sleep(60)  # deaf to `stop`, as one that waits for a bus
+        await asyncio.sleep(600)  # deaf to `stop`, as one that waits for a bus
 
     runtime.run(main)
 """

@@ -21,8 +21,8 @@ from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.service import StorageSettings, run_storage
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
+from tests.storage.served_storage import files_of_a_model, publish_policy
 from tests.storage.serving import SMALL, has, leases, running, send_rejections
-from tests.storage.test_service import model_files, publish_policy  # noqa: F401
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
@@ -58,13 +58,15 @@ async def issued(bus) -> list[str]:
 
 
 async def test_other_prompts_take_over_with_the_next_lease_and_stay_after_a_restart(
-    bus, where, settings, tmp_path, model_files  # noqa: F811
+    bus, where, settings, tmp_path
 ):  # fmt: skip
     added, stop = prompts(tmp_path / "new.jsonl", "c", "d", "e"), asyncio.Event()
     async with running(lambda stop: run_storage(bus, settings, stop)):
         with pytest.raises(ConfigError, match="run 'test' goes on with its prompts: the learner has not"):
             await add_data(where, added, False, stop)
-        await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+        await publish_policy(
+            bus, await put_blob(bus, Publisher(bus), encode(files_of_a_model(tmp_path / "model")), "model")
+        )
         await has(bus, "TASKS", 4)
         accepted = await add_data(where, added, False, stop)
         assert (accepted.first_lease, accepted.prompts) == (4, 3)

@@ -17,7 +17,7 @@ from launch.process.run_ending import noted_ending
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
 from launch.screens.run_tables import whole_run
 from storage.disk.run_directory import RunDirectory
-from tests.launch.run_view.test_recorded_runs import record
+from tests.launch.recorded_run import record
 
 KILLED = """
 import asyncio, os, signal, sys

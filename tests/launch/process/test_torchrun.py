@@ -52,7 +52,7 @@ def start(directory: Path, program: str, **world: object) -> subprocess.Popen:
 
 def run(directory: Path, program: str, **world: object) -> tuple[int, str]:
     agent = start(directory, program, **world)
-    _, said = agent.communicate(timeout=120)
+    _, said = agent.communicate(timeout=200)
     return agent.returncode, said
 
 
@@ -61,7 +61,7 @@ def starts(directory: Path) -> list[str]:
 
 
 def wait_for(directory: Path, *names: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while not {*names} <= {*starts(directory)}:
         assert time.monotonic() < deadline, starts(directory)
         time.sleep(0.05)
@@ -85,7 +85,7 @@ FAILS = "wait_for(f'rank0-attempt{attempt}', f'rank1-attempt{attempt}'); sys.exi
 ENDS_KINDLY = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 pathlib.Path(f"ready{rank}").touch()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -119,12 +119,12 @@ def test_a_signal_reaches_the_ranks_and_their_kind_end_is_the_worlds(tmp_path: P
 
 
 def test_ranks_die_with_their_agent(tmp_path: Path):
-    agent = start(tmp_path, "time.sleep(60)", processes=2)
+    agent = start(tmp_path, "time.sleep(600)", processes=2)
     wait_for(tmp_path, "rank0-attempt0", "rank1-attempt0")
     ranks = psutil.Process(agent.pid).children()
     agent.kill()
     agent.communicate(timeout=30)
-    _, alive = psutil.wait_procs(ranks, timeout=30)
+    _, alive = psutil.wait_procs(ranks, timeout=120)
     assert len(ranks) == 2
     assert not alive
 

@@ -17,7 +17,7 @@ from bus.process.child_process import module_command
 from launch.recipes.recipe import Recipe, recipe, recipe_names
 from launch.settings.run_config import resolve
 from learner.convert import gguf_file
-from tests.learner.convert.test_gguf_file import CONFIG, write
+from tests.learner.convert.gguf_writer import CONFIG, write
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,14 +11,13 @@ from pathlib import Path
 import pytest
 from nats.js.api import ConsumerConfig, ConsumerInfo, SequenceInfo
 
-from bus.codec import Json, Message, encode
+from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
-from bus.connection.status import Activity, report_status
 from bus.errors import BusAwayError, ConfigError
-from bus.messages import Metrics, RoleHolder, RunRecord, Status
-from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.messages import Metrics, RoleHolder, Status
+from bus.requests import StepGroups
 from bus.server.nats_server import NatsServer
 from bus.streams.publish import Publisher
 from launch.run_view.run_status import RunState, look_at_run
@@ -30,44 +27,14 @@ from launch.settings.run_config import RunConfig, validate
 from storage.settings.admission import AdmissionConfig
 from tests.bus.security.secured import by_role, make_streams, secured_bus
 from tests.launch.messages import actor, learner, state_of, storage
+from tests.launch.speaking_processes import CONFIG, answer, speaking
 
 pytestmark = pytest.mark.nats
-CONFIG = validate({"run": "test", "replay": {"shards": 2}, "admission": {"groups_per_step": 20}})
 
 
 @pytest.fixture
 def where(bus_server: NatsServer) -> RunConfig:
     return validate({"run": "test", "bus": {"url": bus_server.url}})
-
-
-@asynccontextmanager
-async def speaking(bus: Bus, *statuses: Status) -> AsyncIterator[None]:
-    """Send these as their processes would."""
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        for one in statuses:
-            look = lambda one=one: Activity(one.doing, one.values, wait=one.wait, reason=one.reason)  # noqa: E731
-            tasks.create_task(report_status(bus, source=one.source, role=one.role, look=look, stop=stop))
-        try:
-            yield
-        finally:
-            stop.set()
-
-
-async def answer(bus: Bus, *, shards: tuple[int, ...] = (0, 1)) -> None:
-    """Announce the run and answer as its dispatcher and these shards."""
-
-    async def groups(request: StepGroupsRequest) -> list[Message]:
-        return [StepGroups(step=0, groups=(), incarnation="", trained_through=20, trains_from=1, stage="rl")]
-
-    await bus.put("run", RunRecord(name="test", config_json=CONFIG.model_dump_json()))
-    await bus.serve(bus.subject("rpc", "step_groups"), StepGroupsRequest, groups)
-    for shard in shards:
-
-        async def stored(request: StoredRequest, shard: int = shard) -> list[Message]:
-            return [StoredGroups(shard=shard, after=request.after, lease_ids=(), total=3)]
-
-        await bus.serve(bus.subject("rpc", "stored", shard), StoredRequest, stored)
 
 
 async def looked(where: RunConfig) -> dict[str, Json]:

@@ -23,7 +23,7 @@ from launch.screens.watch import watch_run
 from launch.settings.run_config import RunConfig
 from soak.link import HOST, faulty_link
 from tests.launch.messages import actor, learner, storage
-from tests.launch.run_view.test_run_status import answer, speaking
+from tests.launch.speaking_processes import answer, speaking
 from tests.storage.serving import running, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]

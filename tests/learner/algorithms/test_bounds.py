@@ -10,8 +10,7 @@ from learner.algorithms.corrections import sequence_tis, token_tis
 from learner.algorithms.losses.objective import Objective
 from learner.config.correction import BinaryKLTwoWay, SequenceTIS, TokenTIS
 from learner.config.loss import ReinforceLoss
-from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
-from tests.learner.algorithms.test_rejections import kept
+from tests.learner.algorithms.loss_inputs import kept, leaf, tokens_of, worked_out
 
 RATIOS = [0.2, 0.5, 1.0, 2.0, 3.0]
 

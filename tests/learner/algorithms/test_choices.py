@@ -22,8 +22,8 @@ from learner.config.correction import Correction, Rejection, UsedCorrection
 from learner.config.learner import LearnerConfig
 from learner.config.loss import Loss, LossFacts, UsedLoss
 from learner.config.plugin import Choice, Picking
+from tests.learner.algorithms.loss_inputs import leaf, tokens_of, worked_out
 from tests.learner.algorithms.rewarded import group
-from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
 from tests.learner.choices import RECORDS
 
 CALLED_WITH = {

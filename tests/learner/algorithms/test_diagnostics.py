@@ -11,7 +11,7 @@ from learner.algorithms.diagnostics import RATIO_EDGES, off_policy_diagnostics, 
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.config.correction import TokenTIS
 from learner.config.loss import PPOClipLoss, ReinforceLoss
-from tests.learner.algorithms.test_losses import tokens_of
+from tests.learner.algorithms.loss_inputs import tokens_of
 
 
 def diagnose(log_ratios, advantages, versions, objective=None, over_older_kv=False):

@@ -10,7 +10,7 @@ from learner.algorithms.losses.objective import Objective, token_losses
 from learner.config.correction import SequenceTIS
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample
-from tests.learner.algorithms.test_losses import tokens_of
+from tests.learner.algorithms.loss_inputs import tokens_of
 from tests.learner.choices import LOSSES
 from tests.learner.objective_formulas import FORMULAS, PickedSample
 

@@ -24,7 +24,7 @@ from learner.config.loss import (
     SFTLoss,
     VESPOLoss,
 )
-from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
+from tests.learner.algorithms.loss_inputs import leaf, tokens_of, worked_out
 from tests.learner.choices import LOSSES as ALL_LOSSES
 
 SEQUENCE = (0, 0, 0, 1, 1, 2)

@@ -9,48 +9,14 @@ from bus.errors import ConfigError
 from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import load_plugin
-from learner.algorithms.tokens import LossTokens
 from learner.config.correction import NoCorrection, PluginCorrection, TokenTIS
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.loss import GSPOLoss, PluginLoss, PPOClipLoss, ReinforceLoss, SFTLoss
 from learner.config.plugin import Plugin
-from learner.data.streams import STREAMS
+from tests.learner.algorithms.loss_inputs import leaf, tokens_of, worked_out
 from tests.learner.tiny import TIS
 
 HERE = "tests.learner.algorithms.test_losses"
-
-
-def leaf(*values: float) -> torch.Tensor:
-    return torch.tensor(values, requires_grad=True)
-
-
-def tokens_of(
-    logprobs: torch.Tensor, *, sequence: tuple[int, ...] = (), **streams: float | list[float]
-) -> LossTokens:
-    """Tokens whose streams have these values, in one sequence unless `sequence` says more."""
-    of_each = torch.tensor(sequence or (0,) * len(logprobs))
-    filled = {
-        name: torch.as_tensor(streams.get(name, stream.fill), dtype=stream.dtype).expand(len(logprobs))
-        for name, stream in STREAMS.items()
-    }
-    return LossTokens(
-        logprobs=logprobs,
-        entropy=torch.zeros(len(logprobs), requires_grad=True),
-        labels=torch.zeros(len(logprobs), dtype=torch.int64),
-        sequence=of_each,
-        sequences=int(of_each.max()) + 1,
-        positions=torch.arange(len(logprobs)),
-        streams=filled,
-    )
-
-
-def worked_out(objective: Objective, tokens: LossTokens) -> tuple[list[float], list[float], dict[str, float]]:
-    """The losses, the gradient of their sum in the log-probs, and the sums to log."""
-    losses, sums = token_losses(objective, tokens)
-    [gradient] = torch.autograd.grad(losses.sum(), tokens.logprobs)
-    by_sign = ("_positive", "_negative")
-    in_all = {name: value.item() for name, value in sums.items() if not name.endswith(by_sign)}
-    return losses.tolist(), gradient.tolist(), in_all
 
 
 def test_truncated_importance_sampling_by_hand():

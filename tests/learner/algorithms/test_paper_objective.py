@@ -17,7 +17,7 @@ from learner.config.correction import NoCorrection, TokenTIS
 from learner.config.learner import LearnerConfig
 from learner.config.loss import Loss, LossFacts, PluginLoss, UsedLoss
 from learner.run.service import say_objective
-from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
+from tests.learner.algorithms.loss_inputs import leaf, tokens_of, worked_out
 from tests.learner.choices import LOSSES
 from tests.learner.tiny import random_samples
 

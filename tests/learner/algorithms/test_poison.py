@@ -17,7 +17,7 @@ from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import SFTLoss
 from learner.data.packing import pack
-from tests.learner.algorithms.test_losses import leaf, tokens_of
+from tests.learner.algorithms.loss_inputs import leaf, tokens_of
 from tests.learner.choices import LOSSES, REJECTIONS, WEIGHING
 from tests.learner.tiny import random_samples
 

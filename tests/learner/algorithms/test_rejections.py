@@ -23,25 +23,9 @@ from learner.config.correction import (
     Veto,
 )
 from learner.config.learner import LearnerConfig
-from learner.config.loss import CISPOLoss, PPOClipLoss, ReinforceLoss, SAPOLoss, TOPRLoss
-from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
+from learner.config.loss import CISPOLoss, PPOClipLoss, SAPOLoss, TOPRLoss
+from tests.learner.algorithms.loss_inputs import SEQUENCE, kept, leaf, tokens_of, worked_out
 from tests.learner.choices import REJECTIONS
-
-SEQUENCE = (0, 0, 1, 1)
-
-
-def kept(rejection, now, then, *, advantages, sequence=SEQUENCE) -> list[bool]:
-    """Which tokens are trained on that had the probabilities `then` and have `now`."""
-    tokens = tokens_of(
-        leaf(*map(log, now)),
-        sequence=sequence,
-        behaviour_logprobs=[log(p) for p in then],
-        advantages=advantages,
-    )
-    _, gradient, sums = worked_out(Objective(ReinforceLoss(), rejections=(rejection,)), tokens)
-    found = [value != 0 for value in gradient]
-    assert sums["rejected_tokens"] == found.count(False)
-    return found
 
 
 def test_a_token_out_of_the_range_of_ratios_is_rejected():

@@ -11,7 +11,7 @@ from learner.algorithms.advantages.rae import rae_advantages
 from learner.distributed.exact_sums import exact_sums
 from learner.progress.progress import Progress
 from tests.learner.algorithms.rewarded import group
-from tests.learner.algorithms.test_whitening import Ranks
+from tests.learner.algorithms.virtual_ranks import Ranks
 
 
 def rae(groups, baselines, decay=0.5, metadata_key=None, sums=exact_sums):

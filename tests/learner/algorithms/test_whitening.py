@@ -1,9 +1,7 @@
 """Advantages normalised over everything that a step trains on, however its groups are divided over ranks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from threading import Barrier, Thread
 
 import numpy as np
 import pytest
@@ -14,35 +12,9 @@ from learner.algorithms.advantages.reinforce_pp import (
     reinforce_pp_baseline_advantages,
 )
 from learner.algorithms.advantages.whitening import whitened
-from learner.distributed.exact_sums import Rows, exact_sums, joined
+from learner.distributed.exact_sums import exact_sums, joined
 from tests.learner.algorithms.rewarded import group
-
-
-class Ranks:
-    """Ranks as threads, whose rows are added up as those of real ones are (learner/data/data_parallel.py)."""
-
-    def __init__(self, shares: Sequence[Groups]) -> None:
-        self._shares, self._rows = shares, [{} for _ in shares]
-        self._here = Barrier(len(shares), timeout=30)
-        self.found: list[object] = [None] * len(shares)
-
-    def run(self, work) -> list[object]:
-        threads = [Thread(target=self._one, args=(rank, work)) for rank in range(len(self._shares))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return self.found
-
-    def _one(self, rank: int, work) -> None:
-        def sums(rows: Rows):
-            self._rows[rank] = rows
-            self._here.wait()
-            found = exact_sums(joined(self._rows))
-            self._here.wait()
-            return found
-
-        self.found[rank] = work(self._shares[rank], sums)
+from tests.learner.algorithms.virtual_ranks import Ranks
 
 
 def drawn(groups: int, seed: int = 0) -> list:

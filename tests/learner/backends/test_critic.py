@@ -20,7 +20,7 @@ from learner.data.batches import recorded_samples
 from learner.data.packing import pack
 from learner.logprobs.logprobs import with_values
 from learner.step.rl_step import train_on
-from tests.learner.backends.test_trained_advantages import groups_of, logprobs
+from tests.learner.backends.trained_groups import groups_of, logprobs
 from tests.learner.critics import credit_of, source_of, tiny_critic, values_of
 from tests.learner.division import divide_world
 from tests.learner.muon_reference import ReferenceMuon

@@ -15,7 +15,7 @@ from learner.config.parallel import ParallelConfig
 from learner.data.packing import Sample, pack
 from learner.logprobs.logprobs import with_values
 from learner.step.rl_step import train_on
-from tests.learner.backends.test_prefix_sharing import one_prompt
+from tests.learner.backends.shared_prefixes import one_prompt
 from tests.learner.critics import source_of, tiny_critic
 from tests.learner.division import divide_world
 from tests.learner.siblings import siblings

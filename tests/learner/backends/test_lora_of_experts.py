@@ -28,8 +28,8 @@ from learner.model_directories.model_directory import save_hf_directory
 from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
 from storage.model_files.adapter_names import adapter_names
-from tests.learner.backends.fsdp.test_lora import assert_steps_are_those_of_the_formula
-from tests.learner.backends.test_lora_backends import assert_same, divided, trained, trained_alone
+from tests.learner.backends.divided_adapters import assert_same, divided, trained, trained_alone
+from tests.learner.backends.fsdp.adapter_steps import assert_steps_are_those_of_the_formula
 from tests.learner.lora_reference import adapt
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 from tests.suites import thinned

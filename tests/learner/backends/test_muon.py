@@ -25,8 +25,8 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
+from tests.learner.backends.asked_questions import Questions
 from tests.learner.backends.fsdp.families import family_config
-from tests.learner.backends.test_update import Questions
 from tests.learner.division import divide_world
 from tests.learner.muon_reference import ReferenceMuon, expected_step
 from tests.learner.reference import reference_step

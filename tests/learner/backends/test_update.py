@@ -2,41 +2,20 @@
 
 import dataclasses
 import math
-import traceback
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.backends.megatron.core.ddp import LINEAR
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.multi_tensor import ROW, norm
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
+from tests.learner.backends.asked_questions import Questions
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9]
-QUESTIONS = [
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.equal.default,
-]
-"""Says what would make the host wait for a device: `item`, `bool`, `float`, shapes that depend on values."""
-
-
-class Questions(TorchDispatchMode):
-    """Writes down where the host asks for a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in QUESTIONS:
-            self.asked.append("".join(traceback.format_stack(limit=8)))
-        return func(*args, **(kwargs or {}))
 
 
 def trainer_of(model, **optimizer):

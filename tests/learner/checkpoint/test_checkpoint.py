@@ -8,34 +8,20 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
-from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint import commit
 from learner.checkpoint.commit import load_checkpoint, read_extra, save_checkpoint, start_checkpoint
-from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
-from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
+from tests.learner.checkpoint.saved_trainers import train, trainer_of
+from tests.learner.tiny import FAMILIES, random_samples, tiny_model
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)
 SUITES = dict.fromkeys(
     ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text"), pytest.mark.slow
 )
 """Those of families with layers of a kind of their own; the others' runs are nightly."""
-
-
-def trainer_of(model, **settings):
-    return Trainer(model.config, hf_state(model), OPTIMIZER, **settings)
-
-
-def train(trainer, steps):
-    results = []
-    for step in steps:
-        batches = pack(random_samples([5, 17, 2, 32, 9], seed=step), 40)
-        results.append(trainer.train_step(batches, TIS, policy_version=3))
-    return results
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from learner.checkpoint.commit import load_checkpoint, start_checkpoint
 from learner.host_memory.copies import CopyBuffers
 from storage.disk.checkpoints import latest as latest_checkpoint
-from tests.learner.checkpoint.test_checkpoint import train, trainer_of
+from tests.learner.checkpoint.saved_trainers import train, trainer_of
 from tests.learner.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -19,7 +19,7 @@ from learner.data.batches import recorded_samples
 from learner.data.packing import pack
 from learner.step.rl_step import train_on
 from storage.disk.checkpoints import latest as latest_checkpoint
-from tests.learner.backends.test_trained_advantages import groups_of
+from tests.learner.backends.trained_groups import groups_of
 from tests.learner.critics import source_of, tiny_critic
 from tests.learner.division import divide_world
 from tests.learner.tiny import hf_state, tiny_model

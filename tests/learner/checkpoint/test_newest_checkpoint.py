@@ -11,7 +11,7 @@ from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.progress.progress import checkpoint_step
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
-from tests.learner.checkpoint.test_checkpoint import train, trainer_of
+from tests.learner.checkpoint.saved_trainers import train, trainer_of
 from tests.learner.tiny import tiny_model
 
 

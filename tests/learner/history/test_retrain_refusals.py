@@ -6,7 +6,7 @@ from learner.config.mtp import MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.history.retrain import retrain_steps
-from tests.learner.world.test_prefetch import settings
+from tests.learner.world.prefetch_settings import settings
 
 
 @pytest.mark.parametrize("other", [LoraConfig(rank=4), LoraConfig(rank=4, targets=("q_proj",))])

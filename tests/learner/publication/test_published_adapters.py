@@ -32,7 +32,7 @@ from storage.model_files.adapter_names import adapter_names
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import Weights
-from tests.actors.weights.test_received import Recording, damage
+from tests.actors.weights.received_weights import Recording, damage
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import sys
-import threading
 import time
 from functools import partial
 
@@ -20,34 +19,11 @@ from learner.publication import snapshot_writer
 from learner.publication.announcement import AdapterBase
 from learner.publication.publisher import WeightPublisher
 from learner.publication.snapshot_writer import HeldContent
-from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_sources import Blobs
-from storage.weights.tensors import HostTensor, SnapshotContent, Weights, snapshot_content
+from storage.weights.tensors import HostTensor, Weights, snapshot_content
+from tests.learner.publication.slow_disk import TIMEOUT_S, SlowDisk
 
-TIMEOUT_S = 60
 WORDS = 400_000
-
-
-class SlowDisk(FileBlobs):
-    """A directory on a disk that takes a piece of a snapshot beside deltas, and the others on demand."""
-
-    def __init__(self, directory):
-        super().__init__(directory)
-        self.goes_on, self.begun, self.fails = threading.Event(), threading.Event(), False
-
-    async def put(self, content, *tokens, refuses=""):
-        if refuses in tokens:
-            raise BusError("refused")
-        beside = not isinstance(content, list | SnapshotContent)
-        return await super().put(self._slowly(content) if beside else content, *tokens)
-
-    def _slowly(self, content):
-        for piece in content:
-            yield piece
-            self.begun.set()
-            assert self.goes_on.wait(TIMEOUT_S)
-            if self.fails:
-                raise OSError(28, "No space left on device")
 
 
 class Host:

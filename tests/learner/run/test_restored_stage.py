@@ -6,33 +6,13 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from learner.config.learner import LearnerConfig
-from learner.config.model import ModelConfig
-from learner.config.process_settings import LearnerSettings
 from learner.config.warmup import WarmupConfig
 from learner.initial.initial import Initial, prepare
 from learner.progress.progress import Progress
 from learner.run import restore
 from learner.run.restore import restore_alone
-from storage.settings.evaluation import EvaluationConfig
-from tests.learner.mini_run import SCRATCH
+from tests.learner.run.stage_settings import settings_of
 from tests.learner.tiny import tiny_config
-
-
-def settings_of(tmp_path: Path, **learner: object) -> LearnerSettings:
-    return LearnerSettings(
-        model=ModelConfig(scratch=SCRATCH, dtype="float32"),
-        warmup=WarmupConfig(steps=0),
-        learner=LearnerConfig.model_validate({"backend": "fsdp", **learner}),
-        evaluation=EvaluationConfig(every_versions=0),
-        samples_per_prompt=2,
-        seed=3,
-        model_directory=tmp_path / "model",
-        checkpoints=tmp_path / "checkpoints",
-        progress=tmp_path / "progress.json",
-        lineage=tmp_path / "lineage.jsonl",
-        export=tmp_path / "export",
-    )
 
 
 def test_a_run_without_warm_up_begins_with_what_only_reinforcement_learning_offloads(tmp_path: Path):

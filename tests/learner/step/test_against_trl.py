@@ -22,8 +22,8 @@ from learner.model_directories.model_directory import load_tokenizer
 from learner.progress.progress import Progress
 from learner.run.restore import restore_backend
 from learner.step.warmup import warm_up_step
-from tests.actors.gateway.test_foreign_agents import prepared
-from tests.learner.run.test_restored_stage import settings_of
+from tests.actors.gateway.prepared_environments import prepared
+from tests.learner.run.stage_settings import settings_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 PACKAGES = ("torch==2.13.0", "trl==1.16.0")

@@ -36,7 +36,7 @@ from storage.disk.checkpoints import latest
 from tests.actors.rewards.answers import answer
 from tests.learner.division import divide_world
 from tests.learner.lora_reference import adapt
-from tests.learner.run.test_restored_stage import settings_of
+from tests.learner.run.stage_settings import settings_of
 
 PAIRS = [(f"{n}+{n}=", str(2 * n), str(3 * n + 1)) for n in range(1, 9)]
 OPTIMIZER = {"lr": 3e-3, "warmup_steps": 0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "clip_grad": 1.0}

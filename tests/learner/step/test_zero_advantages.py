@@ -22,8 +22,8 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.metrics.step_metrics import step_values
 from learner.step.rl_step import train_on
-from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
-from tests.learner.backends.test_prefix_sharing import behind
+from tests.learner.algorithms.loss_inputs import leaf, tokens_of, worked_out
+from tests.learner.backends.shared_prefixes import behind
 from tests.learner.choices import LOSSES
 from tests.learner.division import divide_world
 from tests.learner.tiny import hf_state, tiny_model

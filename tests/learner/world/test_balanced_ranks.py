@@ -14,7 +14,7 @@ from learner.step.rl_step import train_on
 from learner.world.world import cost, divided
 from storage.shard.shared_prefixes import different_beginnings
 from tests.factories import make_trajectory
-from tests.learner.backends.test_prefix_sharing import behind, trainer_of
+from tests.learner.backends.shared_prefixes import behind, trainer_of
 from tests.learner.tiny import VOCAB
 
 SIZES = [(200, 15), (8, 204), (10, 200), (190, 17)]

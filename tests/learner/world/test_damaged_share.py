@@ -29,7 +29,7 @@ from storage.weights.blob_stores import BusBlobs
 from tests.learner import worlds as of_ranks
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import hf_state, tiny_model
-from tests.learner.world.test_prefetch import flip_a_bit
+from tests.learner.world.prefetch_settings import flip_a_bit
 from tests.learner.worlds import Worlds
 from tests.storage.serving import SHARDS, send_groups, serving, until
 

@@ -8,8 +8,8 @@ from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.config.lora import LoraConfig
 from learner.world import rank as of_ranks
 from learner.world.rank import Rank
-from tests.learner.backends.test_lora_backends import trainer_of
-from tests.learner.world.test_prefetch import settings
+from tests.learner.backends.divided_adapters import trainer_of
+from tests.learner.world.prefetch_settings import settings
 
 
 async def test_no_rank_waits_for_adapters_that_rank_0_does_not_take(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.world.rank import Rank
 from tests.factories import make_trajectory
 from tests.learner.tiny import hf_state, tiny_model
-from tests.learner.world.test_prefetch import settings
+from tests.learner.world.prefetch_settings import settings
 
 
 class Reading:

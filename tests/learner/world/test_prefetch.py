@@ -16,11 +16,7 @@ from bus.errors import FencedError, StorageError
 from learner.backends.megatron.checkpoint_state import StagedWrites
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint import commit
-from learner.config.learner import CheckpointConfig, LearnerConfig
-from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
-from learner.config.process_settings import LearnerSettings
-from learner.config.warmup import WarmupConfig
 from learner.progress.progress import Progress
 from learner.publication.publisher import WeightPublisher
 from learner.run import checkpointing
@@ -30,11 +26,10 @@ from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
-from storage.settings.evaluation import EvaluationConfig
 from storage.store.segments import FILE
 from storage.weights.blob_stores import BusBlobs
-from tests.factories import make_trajectory
 from tests.learner.tiny import tiny_config
+from tests.learner.world.prefetch_settings import flip_a_bit, settings
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
 from tests.storage.serving import has, send_groups, serving, until
 
@@ -52,22 +47,6 @@ class Held(Trainer):
         self.entered.set()
         assert self.released.wait(20)
         return super().train_step(*args, **kwargs)
-
-
-def settings(directory: Path, save_every: int) -> LearnerSettings:
-    return LearnerSettings(
-        model=ModelConfig(),
-        warmup=WarmupConfig(),
-        learner=LearnerConfig(steps=9, checkpoint=CheckpointConfig(save_every=save_every)),
-        evaluation=EvaluationConfig(every_versions=0),
-        samples_per_prompt=2,
-        seed=0,
-        model_directory=directory / "model",
-        checkpoints=directory,
-        progress=directory / "progress.json",
-        lineage=directory / "lineage.jsonl",
-        export=directory / "export",
-    )
 
 
 @contextmanager
@@ -225,12 +204,3 @@ def alarm(learner: Learner) -> str:
 def waits_for_a_batch(learner: Learner) -> bool:
     """Return whether all that follows a step has been done."""
     return learner._look().wait == "batch"
-
-
-def flip_a_bit(path: Path, lease_id: int = 0) -> None:
-    """Damage the first trajectory of a segment that may be mapped: it keeps its length and inode."""
-    tokens = make_trajectory(lease_id, 0).token_ids.tobytes()
-    at = path.read_bytes().index(tokens)
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([tokens[0] ^ 1]))

@@ -10,7 +10,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many
 from learner.data.packing import empty_micro_batch, pack, refuse_oversized
-from tests.learner.checkpoint.test_checkpoint import OPTIMIZER
+from tests.learner.checkpoint.saved_trainers import OPTIMIZER
 from tests.learner.tiny import TIS, random_samples, tiny_model
 from tests.learner.world.ranks_worker import LOSSES, found_by_rank, step
 

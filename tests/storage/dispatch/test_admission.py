@@ -16,6 +16,7 @@ from bus.requests import StoredGroups
 from storage.dispatch.admission import Admission
 from storage.ledger.ledger import Ledger, prepare
 from storage.settings.admission import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
+from tests.storage.dispatch.admitting_run import Run
 from tests.storage.dispatch.interleavings import play_many
 from tests.storage.serving import manifest
 
@@ -47,32 +48,6 @@ def sql() -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)) as connection:
         prepare(connection)
         yield connection
-
-
-class Run:
-    """A run whose groups complete when told to."""
-
-    def __init__(self, sql: sqlite3.Connection, config: AdmissionConfig, *, seed: int = 0) -> None:
-        self.ledger = Ledger(sql)
-        self.admission = Admission(self.ledger, config, seed=seed)
-        self.admission.opened = True
-        self.admission.resume(0, "a")
-        self.publish(0)
-
-    def publish(self, version: int) -> list[int]:
-        """The leases issued at the version."""
-        self.admission.on_policy(manifest(version))
-        return self.admission.issue()
-
-    def store(self, *lease_ids: int) -> None:
-        after = self.admission.seen(0)
-        self.admission.on_stored(
-            StoredGroups(shard=0, after=after, lease_ids=lease_ids, total=after + len(lease_ids))
-        )
-
-    def batch(self, step: int, *, now_s: float = 0.0) -> list[int] | str:
-        answer = self.admission.batch(step, step - 1, now_s=now_s)
-        return answer if isinstance(answer, str) else [use.lease_id for use in answer]
 
 
 def config(groups: int = 2, staleness: int = 1, **changes: object) -> AdmissionConfig:

@@ -11,7 +11,7 @@ from storage.dispatch.admission import Admission
 from storage.ledger.given_groups import Use
 from storage.settings.admission import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
 from tests.factories import make_trajectory
-from tests.storage.dispatch.test_dispatcher import rolled_out, stored
+from tests.storage.dispatch.lease_states import rolled_out, stored
 from tests.storage.serving import LearnerStandIn, has, manifest, send, send_groups, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -9,9 +9,9 @@ from bus.requests import Waiting
 from storage.prompts.order import PromptOrder
 from storage.settings.admission import AdmissionConfig
 from tests.factories import make_trajectory
+from tests.storage.dispatch.lease_states import rolled_out
 from tests.storage.serving import (
     PROMPTS,
-    Storage,
     has,
     leases,
     manifest,
@@ -23,18 +23,6 @@ from tests.storage.serving import (
 )
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-async def stored(storage: Storage, count: int) -> None:
-    """Return once the ledger knows of so many groups that wait for a step."""
-    await until(lambda: len(storage.ledger.stored) == count)
-
-
-async def rolled_out(bus: Bus, storage: Storage) -> None:
-    """Everything issued is rolled out and known to be stored."""
-    expected = len(storage.ledger.stored) + len(storage.ledger.rolling_out)
-    await send_groups(bus, list(storage.ledger.rolling_out))
-    await stored(storage, expected)
 
 
 # --- admission ---

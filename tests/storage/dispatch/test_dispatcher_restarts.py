@@ -19,8 +19,8 @@ from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts
 from tests.factories import make_lease
-from tests.storage.dispatch.test_dispatcher import rolled_out, stored
-from tests.storage.ledger.test_ledger import on_disk
+from tests.storage.dispatch.lease_states import rolled_out, stored
+from tests.storage.ledger.ledgers import on_disk
 from tests.storage.serving import (
     SHARDS,
     LearnerStandIn,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from storage.dispatch.admission import Admission
 from storage.ledger.ledger import Ledger, prepare
 from storage.settings.admission import AdmissionConfig, EssBrakeConfig, FifoSampler
-from tests.storage.dispatch.test_admission import Run
+from tests.storage.dispatch.admitting_run import Run
 from tests.storage.serving import has, manifest, send_groups, serving, until
 
 BRAKE = EssBrakeConfig(below=0.5, steps=2)

@@ -20,7 +20,7 @@ from storage.dispatch.lease_status import FREE_DELIVERIES, IN_COMPANY, LeaseStat
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.settings.admission import AdmissionConfig
-from tests.storage.ledger.test_ledger import on_disk
+from tests.storage.ledger.ledgers import on_disk
 from tests.storage.serving import manifest
 
 GROUPS = 300

@@ -1,6 +1,6 @@
 """Exact arithmetic is near the true results, and the same to the bit among whatever other numbers."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bus.errors import ConfigError
 from storage.exact_arithmetic import attention, elementary, functions, self_check, softmax, sums
 from storage.exact_arithmetic.self_check import refuse_other_arithmetic
+from tests.storage.exact_arithmetic.threads import two_threads
 
 pytestmark = pytest.mark.slow
 
@@ -19,16 +20,6 @@ CPU = torch.device("cpu")
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_elementary_functions_are_near_the_true_ones():

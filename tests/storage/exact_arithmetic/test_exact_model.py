@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from storage.exact_arithmetic import functions
 from storage.exact_arithmetic.exact_model import make_exact
 from tests.learner.tiny import tiny_config
-from tests.storage.exact_arithmetic.test_exact_arithmetic import two_threads
+from tests.storage.exact_arithmetic.threads import two_threads
 
 pytestmark = pytest.mark.slow
 

@@ -19,15 +19,8 @@ from bus.images import ImageCount
 from storage.ledger.ledger import Account, Ledger
 from storage.ledger.ledger_reader import states_of
 from storage.ledger.sampling import Candidate
+from tests.storage.ledger.ledgers import on_disk
 from tests.storage.serving import refusing_disk
-
-
-def on_disk(path: Path, copy: Path) -> Path:
-    """What a crash at this moment would leave, as a ledger of its own."""
-    for suffix in ("", "-wal"):
-        if (source := path.with_name(path.name + suffix)).exists():
-            shutil.copyfile(source, copy.with_name(copy.name + suffix))
-    return copy
 
 
 @dataclass

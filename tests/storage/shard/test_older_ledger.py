@@ -16,9 +16,9 @@ from storage.service import run_storage
 from storage.shard.service import run_shards
 from storage.store import retention
 from storage.store.settled import Settled, load_settled, refuse_older_ledger
+from tests.storage.served_storage import make_settings
 from tests.storage.serving import LearnerStandIn, has, send_groups, send_rejections, until
-from tests.storage.shard.test_shards_service import dispatching, keeping, opened, settings
-from tests.storage.test_service import make_settings
+from tests.storage.shard.served_shards import dispatching, keeping, opened, settings
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 WHEN = {

@@ -1,7 +1,7 @@
 """Shards away from the dispatcher: whose they are, what they believe, and what is refused."""
 
 import asyncio
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +14,12 @@ from bus.messages import RoleHolder, Status
 from bus.requests import FullGroups, FullGroupsRequest, Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client.reader import ReplayReader
-from storage.disk.run_directory import RunDirectory
-from storage.dispatch.dispatcher import Dispatcher
-from storage.ledger.ledger import Ledger
-from storage.prompts.data_sets import DataSets
 from storage.settings.replay import ReplayConfig, shard_numbers
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY
-from storage.shard.service import ShardsSettings, run_shards
+from storage.shard.service import run_shards
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (
-    PROMPTS,
-    SHARDS,
-    SMALL,
     LearnerStandIn,
     dead_letters,
     has,
@@ -39,36 +32,9 @@ from tests.storage.serving import (
     send_groups,
     until,
 )
+from tests.storage.shard.served_shards import dispatching, keeping, opened, settings
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
-
-
-@contextmanager
-def opened(bus, directory: Path):
-    """The dispatcher of a storage process that keeps no shard, not yet running."""
-    with closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
-        data = DataSets(ledger, directory)
-        data.configure(PROMPTS, seed=0, shuffle=True, source="the test")
-        dispatcher = Dispatcher(bus, ledger, data, SMALL, shards=SHARDS, seed=0)
-        dispatcher.admit()
-        yield dispatcher
-
-
-@asynccontextmanager
-async def dispatching(bus, directory: Path):
-    """Such a process, from start to stop."""
-    with opened(bus, directory) as dispatcher:
-        async with running(lambda stop: dispatcher.run(stop, reissue=False)):
-            yield dispatcher
-
-
-def settings(directory: Path, *numbers: int) -> ShardsSettings:
-    return ShardsSettings(numbers, ReplayConfig(shards=SHARDS, linger_s=0.0), RunDirectory(directory, "test"))
-
-
-def keeping(bus, directory: Path, *numbers: int):
-    """`launch shards`, in this process."""
-    return running(lambda stop: run_shards(bus, settings(directory, *numbers), stop))
 
 
 async def serves(bus, shard: int) -> bool:

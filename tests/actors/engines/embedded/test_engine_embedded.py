@@ -11,6 +11,7 @@ import torch
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import EngineError
+from tests.actors.engines.embedded.halted_generation import halted_at
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 from tests.learner.tiny import tiny_config
 
@@ -29,30 +30,6 @@ def called(engine, method) -> asyncio.Event:
 
     setattr(engine._decoder, method, run)
     return event
-
-
-def halted_at(engine, tokens) -> asyncio.Event:
-    """Let the engine sample `tokens` tokens, then decode no more before the next command.
-
-    The event is set when it is there: commands that follow arrive in mid-generation."""
-    halted, loop, step, commands = (
-        asyncio.Event(),
-        asyncio.get_running_loop(),
-        engine._decoder.step,
-        engine._commands,
-    )
-
-    def step_and_halt():
-        finished = step()
-        if engine.tokens_generated >= tokens and not halted.is_set():
-            engine._decoder.step = step
-            loop.call_soon_threadsafe(halted.set)
-            command = commands.get(timeout=20)
-            commands.put(None) if command is None else command()
-        return finished
-
-    engine._decoder.step = step_and_halt
-    return halted
 
 
 async def test_requests_are_admitted_while_others_run(serve, model):

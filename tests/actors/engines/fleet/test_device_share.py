@@ -8,9 +8,9 @@ import pytest
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import EngineError
-from tests.actors.engines.embedded.test_engine_embedded import halted_at
-from tests.actors.engines.fleet.test_fleet import Yard, is_right, virtual
-from tests.actors.engines.fleet.test_fleet_embedded import LONG, PROMPT, begun, fleet_of, state, uninterrupted  # noqa: F401
+from tests.actors.engines.embedded.halted_generation import halted_at
+from tests.actors.engines.fleet.embedded_fleet import LONG, PROMPT, begun, fleet_of, uninterrupted
+from tests.actors.engines.fleet.virtual_fleet import Yard, is_right, virtual
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
 PATIENCE_S = 30
@@ -27,7 +27,7 @@ def embedded() -> EmbeddedEngine:
     return EmbeddedEngine(tiny_model("qwen3", seed=9), EmbeddedEngineConfig(seed=0))
 
 
-async def test_a_generation_goes_on_from_its_tokens_when_the_device_is_back(state, model):  # noqa: F811
+async def test_a_generation_goes_on_from_its_tokens_when_the_device_is_back(state, model):
     async with fleet_of("one", "two", state=state) as (fleet, built):
         expected = await uninterrupted(fleet)
         task, _ = await begun(fleet, built, "interrupted", LONG // 2)
@@ -49,7 +49,7 @@ async def test_a_generation_goes_on_from_its_tokens_when_the_device_is_back(stat
         assert fleet.tokens_generated == 3 * LONG, "none was sampled twice"
 
 
-async def test_requests_are_not_blamed_for_the_turns_of_others(state):  # noqa: F811
+async def test_requests_are_not_blamed_for_the_turns_of_others(state):
     async with fleet_of("one", state=state) as (fleet, _):
         task = asyncio.create_task(fleet.generate(request("often", PROMPT, new=LONG, temperature=0.0)))
         for _ in range(8):  # more than a request may fail
@@ -58,7 +58,7 @@ async def test_requests_are_not_blamed_for_the_turns_of_others(state):  # noqa: 
         assert len((await task).token_ids) == LONG
 
 
-async def test_weights_that_come_meanwhile_are_served_when_the_device_is_back(state):  # noqa: F811
+async def test_weights_that_come_meanwhile_are_served_when_the_device_is_back(state):
     async with fleet_of("one", "two", state=state) as (fleet, built):
         task, _ = await begun(fleet, built, "versions", 40)
         await fleet.release()
@@ -71,7 +71,7 @@ async def test_weights_that_come_meanwhile_are_served_when_the_device_is_back(st
     np.testing.assert_allclose(generation.logprobs[40:], expected[40:], atol=1e-5)
 
 
-async def test_engines_that_join_or_fail_meanwhile_start_when_the_device_is_back(state):  # noqa: F811
+async def test_engines_that_join_or_fail_meanwhile_start_when_the_device_is_back(state):
     async with fleet_of("one", state=state) as (fleet, built):
         await fleet.release()
 
@@ -90,7 +90,7 @@ async def test_engines_that_join_or_fail_meanwhile_start_when_the_device_is_back
         assert len((await uninterrupted(fleet)).token_ids) == LONG
 
 
-async def test_a_fleet_may_start_while_others_have_the_device(state):  # noqa: F811
+async def test_a_fleet_may_start_while_others_have_the_device(state):
     from actors.engines.fleet.fleet import Fleet
     from actors.settings.fleet import FleetConfig
 
@@ -113,7 +113,7 @@ async def test_a_fleet_may_start_while_others_have_the_device(state):  # noqa: F
     await fleet.close()
 
 
-async def test_an_engine_that_does_not_free_the_device_is_closed_and_replaced(state, monkeypatch):  # noqa: F811
+async def test_an_engine_that_does_not_free_the_device_is_closed_and_replaced(state, monkeypatch):
     async with fleet_of("one", "two", state=state) as (fleet, built):
         task, place = await begun(fleet, built, "moved", 30)
         [stubborn] = built[place]
@@ -130,7 +130,7 @@ async def test_an_engine_that_does_not_free_the_device_is_closed_and_replaced(st
         assert len(built[place]) == 2
 
 
-async def test_a_fleet_that_is_closed_while_others_have_the_device_ends(state):  # noqa: F811
+async def test_a_fleet_that_is_closed_while_others_have_the_device_ends(state):
     async with fleet_of("one", "two", state=state) as (fleet, built):
         task, _ = await begun(fleet, built, "lost", 10)
         await fleet.release()

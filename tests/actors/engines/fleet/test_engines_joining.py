@@ -23,9 +23,8 @@ from bus.requests import Done, EngineChange
 from launch.operations.live_run import change_engine, list_engines
 from launch.settings.run_config import validate
 from tests.actors.adapters import served
-from tests.actors.engines.sglang.test_sglang_attached import STATE
 from tests.actors.scripted_engine import ScriptedEngine
-from tests.actors.sglang_stand_in import TOKEN, StandIn
+from tests.actors.sglang_stand_in import STATE, TOKEN, StandIn
 from tests.actors.tiny import request
 
 pytestmark = [pytest.mark.nats]

@@ -8,7 +8,7 @@ from actors.settings.actors import ActorsConfig
 from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError
-from tests.actors.engines.fleet.test_fleet import Yard, is_right, virtual
+from tests.actors.engines.fleet.virtual_fleet import Yard, is_right, virtual
 
 
 @virtual

@@ -13,9 +13,7 @@ from actors.engines.base import InterruptedGenerationError
 from actors.engines.sglang.engine import SglangEngine
 from actors.settings.engines import SglangEngineConfig
 from tests.actors.adapters import adapter_of, served, with_adapter
-from tests.actors.engines.sglang.test_episodes_sglang import MOST_NATS
-from tests.actors.engines.sglang.test_sglang_ranks import EACH_ON_A_CORE
-from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, in_flight, started
+from tests.actors.sglang_served import CONFIG, EACH_ON_A_CORE, FIRST, MOST_NATS, PROMPT, in_flight, started
 from tests.actors.tiny import recomputed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]

@@ -16,7 +16,7 @@ from actors.engines.sglang.server.settings import interpreter
 from actors.settings.engines import SglangEngineConfig
 from learner.model_directories.model_directory import save_hf_directory
 from storage.model_files.families import families_with
-from tests.actors.engines.sglang.test_sglang_changes import later
+from tests.actors.sglang_stand_in import later
 from tests.learner.tiny import FAMILIES, hf_state, tiny_model
 
 LATENT = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}

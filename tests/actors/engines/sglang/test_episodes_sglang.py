@@ -37,12 +37,10 @@ from bus.topology import ensure
 from storage.weights.blob_sources import Blobs
 from tests.actors.chat_model import END_ID, TOKENIZER, chat_model
 from tests.actors.held_out import published
-from tests.actors.sglang_served import CONFIG, in_flight, noted, requests_at_the_worker, until
+from tests.actors.sglang_served import CONFIG, MOST_NATS, in_flight, noted, requests_at_the_worker, until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
 
-MOST_NATS = 2e-5
-"""Float32 on both sides; a sum of a few hundred terms in another order."""
 TASK = Task(task_id="t", prompt="6*7", label="done")
 NEVER = {"thought": 0.0}
 """A model that does not come to an end of its reasoning."""

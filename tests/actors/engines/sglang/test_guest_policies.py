@@ -15,17 +15,8 @@ from actors.engines.sglang.guest import GuestEngine
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, served
-from tests.actors.engines.sglang.test_sglang_adapters import (
-    BASE,
-    LORA,
-    TIMEOUT_S,
-    A,
-    B,
-    adapter,
-    asked,
-    begun,
-)
-from tests.actors.sglang_stand_in import StandIn
+from tests.actors.engines.sglang.adapters_at_stand_in import BASE, LORA, A, B, adapter, asked, begun
+from tests.actors.sglang_stand_in import TIMEOUT_S, StandIn
 
 OWN, RIVAL = served(2), replace(served(1), rank=2, scale=0.5, modules=("q_proj",))
 OWN, RIVAL = OWN.sharing([RIVAL], "base"), RIVAL.sharing([OWN], "base")

@@ -9,8 +9,7 @@ from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.guest import GuestEngine
 from actors.settings.engines import SglangEngineConfig
 from tests.actors.adapters import adapter_of, served, with_adapter
-from tests.actors.engines.sglang.test_episodes_sglang import MOST_NATS
-from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, in_flight, started
+from tests.actors.sglang_served import CONFIG, FIRST, MOST_NATS, PROMPT, in_flight, started
 from tests.actors.tiny import recomputed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]

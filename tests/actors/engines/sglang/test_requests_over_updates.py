@@ -12,8 +12,8 @@ from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
-from tests.actors.engines.sglang.test_sglang_attached import STATE, TIMEOUT_S
-from tests.actors.engines.sglang.test_sglang_stream import piece
+from tests.actors.engines.sglang.streamed_pieces import piece
+from tests.actors.sglang_stand_in import STATE, TIMEOUT_S
 from tests.actors.tiny import request
 
 

@@ -15,24 +15,9 @@ from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, SCALE, served
-from tests.actors.engines.sglang.test_sglang_attached import TIMEOUT_S, has_failed
+from tests.actors.engines.sglang.adapters_at_stand_in import BASE, LORA, A, B, adapter, asked, begun
+from tests.actors.sglang_stand_in import TIMEOUT_S, has_failed
 from tests.actors.tiny import request
-
-BLOCK = "model.layers.0.self_attn"
-BASE = {f"{BLOCK}.{name}.weight": torch.ones(rows, 6) for name, rows in zip("qkv", (8, 4, 4), strict=True)}
-BASE = {name.replace(".weight", "_proj.weight"): tensor for name, tensor in BASE.items()}
-A, B = (f"base_model.model.{BLOCK}.q_proj.lora_{which}.weight" for which in "AB")
-LORA = {
-    "enable_lora": True,
-    "max_lora_rank": RANK,
-    "lora_target_modules": [*MODULES],
-    "max_loras_per_batch": 3,
-    "max_loaded_loras": 4,
-}
-
-
-def adapter(value: float) -> dict[str, torch.Tensor]:
-    return {A: torch.full((RANK, 6), value), B: torch.full((8, RANK), value)}
 
 
 def piece(server):
@@ -54,16 +39,6 @@ def attach(attach, server):
         return attach(served=served(versions), **{"adapter": "loaded", "stream_interval": 0} | settings)
 
     return attached
-
-
-async def asked(server, count):
-    async with asyncio.timeout(TIMEOUT_S):
-        while len([body for body in server.asked if body.get("lora_path")]) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def begun(engine, name):
-    return asyncio.create_task(engine.generate(request(name, [1], new=4)))
 
 
 async def with_oldest_under_way(server, attach):

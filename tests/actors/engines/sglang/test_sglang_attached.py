@@ -13,27 +13,13 @@ from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
 from bus.errors import ConfigError, EngineError
+from tests.actors.sglang_stand_in import STATE, TIMEOUT_S, has_failed
 from tests.actors.tiny import request
-
-STATE = {"large": torch.ones(64, 8), "small": torch.ones(3)}
-TIMEOUT_S = 60
 
 
 @pytest.fixture
 def server(stand_in):
     return stand_in
-
-
-async def has_failed(engine):
-    async with asyncio.timeout(TIMEOUT_S):
-        while not engine.failure:  # noqa: ASYNC110 - the fleet asks it, too
-            await asyncio.sleep(0.02)
-    with pytest.raises(EngineError, match="has stopped"):
-        await engine.check_health()
-    with pytest.raises(EngineError, match="has stopped"):
-        await engine.generate(request("late", [1]))
-    with pytest.raises(EngineError, match="has stopped"):
-        await engine.load_weights(STATE, 9)
 
 
 async def test_a_server_that_hangs_fails_what_is_in_flight_and_the_engine_for_good(server, attach):

@@ -11,6 +11,7 @@ from actors.engines.sglang.changes import FARTHEST, changes, takes_changes
 from actors.engines.sglang.in_server import sluice_changes
 from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.weights import HeldWeights
+from tests.actors.sglang_stand_in import later
 
 BIG, LENGTH = 64, 96
 
@@ -58,14 +59,6 @@ def policy(dtype):
         "scale": (1,),
     }
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-
-
-def later(state, share):
-    """The same with about a share of the elements moved."""
-    return {
-        name: torch.where(torch.rand(tensor.shape) < share, tensor * 1.5 + 0.25, tensor)
-        for name, tensor in state.items()
-    }
 
 
 def loaded(state, dtype):

@@ -13,8 +13,8 @@ from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import SamplingConfig
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError, EngineError
-from tests.actors.engines.sglang.test_sglang_parts import answer
-from tests.actors.engines.sglang.test_sglang_stream import END, piece
+from tests.actors.engines.sglang.streamed_pieces import END, piece
+from tests.actors.sglang_stand_in import answer
 
 CUT = GenerationRequest("r", [1], Sampling(top_p=0.9, keep_masks=True))
 TOLD = {

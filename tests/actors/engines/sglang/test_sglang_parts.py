@@ -22,23 +22,8 @@ from actors.engines.sglang.server.settings import KERNEL_CACHES, server_environm
 from actors.engines.sglang.weights import HeldWeights, buckets
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
+from tests.actors.sglang_stand_in import answer
 from tests.actors.tiny import request
-
-
-def answer(**meta):
-    return {
-        "output_ids": [5, 6, 7],
-        "meta_info": {
-            "finish_reason": {"type": "length", "length": 3},
-            "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-2.5, 7, None]],
-            "weight_version": "4",
-            "weight_versions": [
-                {"version": "3", "start": 0, "end": 2},
-                {"version": "4", "start": 2, "end": 3},
-            ],
-            **meta,
-        },
-    }
 
 
 def test_tokens_logprobs_and_versions_are_read():

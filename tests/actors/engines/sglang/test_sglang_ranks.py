@@ -8,11 +8,10 @@ import torch
 
 from actors.engines.sglang.engine import SglangEngine
 from actors.settings.engines import SglangEngineConfig
-from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, SECOND, group_of, noted
+from tests.actors.sglang_served import CONFIG, EACH_ON_A_CORE, FIRST, PROMPT, SECOND, group_of, noted
 from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.nightly, pytest.mark.timeout(420)]
-EACH_ON_A_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 async def of_both_ranks(engine):

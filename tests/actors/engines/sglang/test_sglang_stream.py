@@ -13,16 +13,9 @@ from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server.settings import server_settings
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError
-from tests.actors.engines.sglang.test_sglang_attached import STATE, TIMEOUT_S
-from tests.actors.sglang_stand_in import StandIn
+from tests.actors.engines.sglang.streamed_pieces import END, piece
+from tests.actors.sglang_stand_in import STATE, TIMEOUT_S, StandIn
 from tests.actors.tiny import request
-
-
-def piece(begin: int, end: int, **meta) -> dict[str, object]:
-    """Tokens begin to end of the sequence 100, 101, ..., as 0.5.23 streams them."""
-    pairs = [[-token / 10, 100 + token, None] for token in range(begin, end)]
-    said = {"finish_reason": None, "completion_tokens": end, "output_token_logprobs": pairs, **meta}
-    return {"output_ids": list(range(100 + begin, 100 + end)), "meta_info": said}
 
 
 def streamed(*pieces) -> Streamed:
@@ -30,12 +23,6 @@ def streamed(*pieces) -> Streamed:
     for one in pieces:
         made.add(one)
     return made
-
-
-END = {
-    "finish_reason": {"type": "length"},
-    "weight_versions": [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 6}],
-}
 
 
 @pytest.mark.parametrize(

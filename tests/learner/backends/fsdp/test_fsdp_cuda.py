@@ -9,8 +9,8 @@ from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
 from tests.learner.backends.fsdp import test_fsdp_trainer
-from tests.learner.backends.fsdp.test_fsdp_trainer import LENGTHS, OPTIMIZER, TIS, trained
-from tests.learner.tiny import random_samples
+from tests.learner.backends.fsdp.fsdp_steps import LENGTHS, OPTIMIZER, trained
+from tests.learner.tiny import TIS, random_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

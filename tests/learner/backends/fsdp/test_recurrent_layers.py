@@ -15,13 +15,13 @@ from learner.config.lora import LoraConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
-from tests.learner.backends.fsdp.families import RECURRENT_FAMILIES, family_config, family_model
-from tests.learner.backends.fsdp.test_lora import (
+from tests.learner.backends.fsdp.adapter_steps import (
     OPTIMIZER,
     adapters,
     assert_steps_are_those_of_the_formula,
     step,
 )
+from tests.learner.backends.fsdp.families import RECURRENT_FAMILIES, family_config, family_model
 from tests.learner.tiny import hf_state, random_samples, reference_logits
 
 OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]

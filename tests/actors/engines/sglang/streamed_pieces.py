@@ -1,0 +1,14 @@
+"""Pieces of an answer as SGLang streams them."""
+
+
+def piece(begin: int, end: int, **meta) -> dict[str, object]:
+    """Tokens begin to end of the sequence 100, 101, ..., as 0.5.23 streams them."""
+    pairs = [[-token / 10, 100 + token, None] for token in range(begin, end)]
+    said = {"finish_reason": None, "completion_tokens": end, "output_token_logprobs": pairs, **meta}
+    return {"output_ids": list(range(100 + begin, 100 + end)), "meta_info": said}
+
+
+END = {
+    "finish_reason": {"type": "length"},
+    "weight_versions": [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 6}],
+}
