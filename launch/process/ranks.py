@@ -5,7 +5,7 @@ import signal
 
 from bus.errors import WorldError
 from bus.process.child_process import die_with_parent
-from launch.process.runtime import SUPERVISOR
+from launch.process.runtime import RANK, SUPERVISOR
 
 NODE_RANK = "SLUICE_NODE_RANK"
 """Environment variable that tells a rank which host of its world it is on."""
@@ -18,12 +18,12 @@ SMALLER_LEARNER = (
 
 def is_rank() -> bool:
     """Return whether torchrun, or an agent of ours, started this process as one of several."""
-    return "LOCAL_RANK" in os.environ
+    return RANK in os.environ
 
 
 def serves_probes() -> bool:
     """Return whether this process answers probes: of the ranks on a host only the first does."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return os.environ.get(RANK, "0") == "0"
 
 
 def become_rank() -> None:
@@ -35,5 +35,5 @@ def become_rank() -> None:
         raise WorldError("the agent that started this rank is gone")
     if NODE_RANK in os.environ:
         os.environ["RANK"] = str(
-            int(os.environ[NODE_RANK]) * int(os.environ["LOCAL_WORLD_SIZE"]) + int(os.environ["LOCAL_RANK"])
+            int(os.environ[NODE_RANK]) * int(os.environ["LOCAL_WORLD_SIZE"]) + int(os.environ[RANK])
         )

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from bus.errors import BusError, ConfigError, DiskFullError, LostDataError, SluiceError, leaves
+from bus.errors import BusError, ConfigError, DiskFullError, LostDataError, SluiceError, WorldError, leaves
 from launch.process.log_settings import FAILED, log_failure, logs_json
 from storage.disk.file_errors import file_error
 
@@ -30,6 +30,8 @@ KILLED = 130
 PREFIX = "launch: "
 SUPERVISOR = "SLUICE_SUPERVISOR"
 """Environment variable with the process id of the supervisor that started this process, if one did."""
+RANK = "LOCAL_RANK"
+"""Environment variable of a process that is one of several ranks of a learner."""
 ORPHAN_DRAIN_S = 30.0
 """Longest time that a process may take to end when its supervisor, and the bus with it, is gone."""
 
@@ -76,6 +78,9 @@ def fail(*errors: BaseException) -> NoReturn:
             continue
         indented = textwrap.indent(message, " " * len(PREFIX)).lstrip()
         print(PREFIX + indented, file=sys.stderr)  # noqa: T201 - the user's terminal
+    if RANK in os.environ and any(isinstance(error, WorldError) for error in errors):
+        sys.stderr.flush()
+        os._exit(ending)  # its threads may wait in a collective for a rank that is gone
     sys.exit(ending)
 
 

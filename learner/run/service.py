@@ -3,9 +3,9 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bus.connection import Bus
 from bus.connection.roles import guarded, hold_role
 from bus.connection.status import Activity, report_status
-from bus.errors import ConfigError
+from bus.errors import ConfigError, WorldError, leaves
 from bus.process.process_tuning import few_collections, return_freed_memory
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
@@ -59,7 +59,7 @@ async def run(
     number, incarnation = world_rank(), secrets.token_hex(4)
     with (
         closing(ReplayReader(bus, incarnation, read=settings.learner.read)) as reader,
-        ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
+        train_thread() as thread,
     ):
         building = partial(in_thread, thread, lambda: build(settings, demonstrations, reader, thread, stop))
         if number > 0:
@@ -81,6 +81,21 @@ async def run(
                 await guarded(_lead(built.world, learner, stop), renewing)
         await in_thread(thread, close_world)  # not after a failure: it would wait for ranks that are gone
         return built.progress if number == 0 else None
+
+
+@contextmanager
+def train_thread() -> Iterator[ThreadPoolExecutor]:
+    """Give a thread for torch's work, which ends with what is inside, unless another rank was lost: it may
+    wait for that one in a collective."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+    waits = True
+    try:
+        yield thread
+    except BaseException as error:
+        waits = not any(isinstance(each, WorldError) for each in leaves(error))
+        raise
+    finally:
+        thread.shutdown(wait=waits, cancel_futures=True)
 
 
 def say_objective(learner: LearnerConfig) -> None:

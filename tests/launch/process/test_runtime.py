@@ -138,6 +138,26 @@ run(main)
     assert ("Traceback" in ended.stderr) == (status == 1)
 
 
+def test_a_rank_ends_although_its_thread_waits_for_one_that_is_gone():
+    program = """
+import threading
+from bus.errors import WorldError
+from launch.process.runtime import run
+
+async def main(stop):
+    threading.Thread(target=threading.Event().wait).start()
+    raise WorldError("rank 0 of the learner lost rank 1, silent for 120 s")
+
+run(main)
+"""
+    command, rank = [sys.executable, "-c", program], ENVIRONMENT | {"LOCAL_RANK": "0"}
+    ended = subprocess.run(command, env=rank, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "launch: rank 0 of the learner lost rank 1, silent for 120 s\n",
+    )
+
+
 def test_the_end_of_a_process_does_not_search_its_libraries_for_garbage():
     program = (
         "import atexit, gc, sys; atexit.register(lambda: print('frozen:', gc.get_freeze_count() > 0)); "

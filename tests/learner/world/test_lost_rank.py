@@ -1,8 +1,10 @@
 """What gloo raises where a rank is lost is told as that; other errors stay what they are."""
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bus.errors import WorldError
+from learner.run.service import train_thread
 from learner.world import channel
 from learner.world.channel import Channel, RankCall
 from learner.world.rank import translated
@@ -64,6 +67,15 @@ def test_a_rank_that_is_suspended_is_named_within_the_stated_time(worlds: Worlds
     assert first.startswith("rank 0 of the learner lost rank 1, silent for 3 s: ")
     assert last.startswith("rank 2 of the learner lost rank 0: ")
     assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_lost_another_does_not_wait_for_its_own_thread():
+    never = threading.Event()
+    with suppress(ExceptionGroup), train_thread() as thread:
+        waiting = thread.submit(never.wait, 60)
+        raise ExceptionGroup("as of a task group", [WorldError("rank 0 of the learner lost rank 1")])
+    assert not waiting.done()
+    never.set()
 
 
 async def test_other_errors_of_a_rank_are_its_own():
