@@ -330,7 +330,7 @@ def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:
         stream_bytes=config.bus.streams.trajectories_mib << 20,
         mfu=reached,
         step_s=step_s,
-        generation_s=_generation_s(model, asked, engines, sequences, length),
+        generation_s=_generation_s(model, asked, engines, sequences),
     )
 
 
@@ -408,9 +408,7 @@ def _engines(config: RunConfig, model: Model, asked: Question, gpus: int, longes
     return _Engines(number, each, kv_tokens, number * (kv_tokens // longest))
 
 
-def _generation_s(
-    model: Model, asked: Question, engines: _Engines, sequences: int, length: int
-) -> float | None:
+def _generation_s(model: Model, asked: Question, engines: _Engines, sequences: int) -> float | None:
     if not engines.requests:
         return None
     at_once = min(sequences, engines.requests) / engines.number
