@@ -14,7 +14,7 @@ from learner.data.packing import pack
 from learner.host_memory.copies import host_tensors
 from learner.publication.host_copy import HostCopy
 from storage.weights.quantisation import FORMATS
-from tests.learner.backends import test_lora_backends, test_mtp_training, test_muon, test_quantisation_aware
+from tests.learner.backends import divided_adapters, test_mtp_training, test_muon, test_quantisation_aware
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
@@ -81,7 +81,7 @@ def test_muon_follows_its_papers():
 
 def test_each_step_of_adapters_is_the_same_on_both_backends():
     lora = LoraConfig(rank=4, alpha=6.0)
-    ours, theirs = (test_lora_backends.trained(backend, lora)[0] for backend in ("megatron", "fsdp"))
+    ours, theirs = (divided_adapters.trained(backend, lora)[0] for backend in ("megatron", "fsdp"))
     for found, expected in zip(ours, theirs, strict=True):
         assert found == pytest.approx(expected, abs=5e-5)
 

@@ -8,7 +8,7 @@ from learner.config.loss import SFTLoss
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
-from tests.learner.backends.fsdp import test_fsdp_trainer
+from tests.learner.backends.fsdp import fsdp_steps
 from tests.learner.backends.fsdp.fsdp_steps import LENGTHS, OPTIMIZER, trained
 from tests.learner.tiny import TIS, random_samples
 
@@ -38,7 +38,7 @@ def test_memory_is_saved_without_other_results_on_a_gpu(settings, monkeypatch):
     steps, weights, _ = trained("fsdp", "qwen3", dtype=torch.bfloat16)
     if not settings:
         offloaded = OPTIMIZER.model_copy(update={"offload": 1.0})
-        monkeypatch.setattr(test_fsdp_trainer, "OPTIMIZER", offloaded)
+        monkeypatch.setattr(fsdp_steps, "OPTIMIZER", offloaded)
     found, saved, _ = trained("fsdp", "qwen3", dtype=torch.bfloat16, **settings)
     assert found[0] == pytest.approx(steps[0], abs=1e-3)
     for step, expected in zip(found, steps, strict=True):  # AdamW of the host rounds differently
