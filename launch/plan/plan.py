@@ -180,9 +180,10 @@ def _with(learner: LearnerConfig, flags: Mapping[str, str | int]) -> dict[str, A
 
 
 GIB = 1 << 30
-CONTEXT_BYTES = 1 << 30
-"""What CUDA takes of a GPU for each process."""
-USABLE = 0.96
+CONTEXT_BYTES = round(7.8 * GIB)
+"""What a learner's process takes of a GPU outside torch's allocator: 7.7 and 7.8 GiB of an H200, with an 8B
+and a 0.6B."""
+USABLE = 0.985
 """Share of the rest that torch's allocator gets to give out before its pieces no longer fit."""
 MEM_FRACTION = 0.85
 """Share of a GPU that SGLang takes for weights, keys and values, unless `mem_fraction_static` says so."""

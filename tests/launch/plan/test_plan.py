@@ -276,6 +276,12 @@ def test_what_does_not_fit_is_told_with_what_does(tmp_path: Path):
     assert "--learner.world.processes 2" in two.instead
 
 
+def test_a_shape_that_ran_out_of_an_h200s_memory_does_not_fit(tmp_path: Path):
+    learner = {"optimizer": {"state_dtype": "bfloat16"}, "batch": {"tokens_per_micro_batch": 4096}}
+    found = plan(run_of(LARGE, tmp_path, learner=learner), LARGE, asked(1))
+    assert (found.fits, found.instead) == (False, ("--learner.parallel.recompute full",))
+
+
 def test_too_few_gpus_and_layouts_that_do_not_divide_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="8 ranks, and there are 4 GPUs: give --gpus 8"):
         plan(run_of(SMALL, tmp_path, learner={"world": {"processes": 8}}), SMALL, asked(4))
