@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from bus.codec import Json
-from bus.errors import RANK_LOST, UnreadableGroupsError, WorldError, tells
+from bus.errors import RANK_LOST, TrainingError, UnreadableGroupsError, WorldError, tells
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
@@ -179,7 +180,7 @@ class Rank:
             self.trained_ratios = {name: found for each in of_ranks for name, found in each.items()}
             return batch, result
 
-        return await self.in_thread(work)
+        return await self._step(work)
 
     async def fetched_by_all(self, step: int) -> bool | None:
         """Return whether every rank has its groups of `step`, once each has them or knows why not; None while
@@ -199,9 +200,20 @@ class Rank:
 
     async def warm_up(self, step: int) -> StepResult:
         self._saved_step = None
-        return await self.in_thread(
+        return await self._step(
             lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
         )
+
+    async def _step(self, work: Callable[[], T]) -> T:
+        """Run an optimizer step. Raises `TrainingError` where it does not fit into the device's memory."""
+        try:
+            return await self.in_thread(work)
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"a step does not fit into the memory of the device of rank {dist.get_rank()}: set "
+                "learner.parallel.recompute=full, or lower learner.batch.tokens_per_micro_batch="
+                f"{self._settings.learner.batch.token_budget}; `launch plan` tells what fits ({error})"
+            ) from error
 
     async def heldout_figures(self) -> dict[str, float]:
         """Return the mean loss of the held-out demonstrations and what else is measured of them."""
