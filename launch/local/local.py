@@ -46,10 +46,9 @@ LOOK_S = 1.0
 MONITORED = ("bus", "storage", "actors", "learner")
 """Parts in the order of their ports for probes; learners of further policies follow."""
 STOPPING = "Stopping: each process saves or hands back what it began. A second Ctrl-C kills all at once."
-ON_SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"}
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Has torch's threads sleep while they wait for each other. They would spin on the cores that the threads of
-the learner, or of the embedded engine, need to come to where they are waited for. What one thread has freed,
-glibc gives to another one only where both have one arena."""
+the learner, or of the embedded engine, need to come to where they are waited for."""
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
 HAND_BACK_S = 45.0
@@ -268,9 +267,9 @@ def _with_variables(config: RunConfig, part: Part) -> Part:
     """Add the variables of the part. The bus's URL is one, since it may hold a password, and arguments can be
     read by everybody on the host."""
     own = config.supervision.environment.get(part.name, {})
-    shared = ON_SHARED_CORES if config.actors.engine.in_process else {}
-    usual = {name: value for name, value in shared.items() if name not in os.environ}
-    return replace(part, environment={URL_VARIABLE: config.bus.url, **usual, **own})
+    shares_cores = config.actors.engine.in_process and not WAITING.keys() & os.environ.keys()
+    waiting = WAITING if shares_cores else {}
+    return replace(part, environment={URL_VARIABLE: config.bus.url, **waiting, **own})
 
 
 def _command(*arguments: str) -> tuple[str, ...]:

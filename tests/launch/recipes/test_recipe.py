@@ -97,4 +97,4 @@ def test_a_published_model_learns_sums(tmp_path):
         pytest.skip(ended.stderr)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "sums" / "summary.json").read_text())
-    assert summary["heldout_accuracy_end"] >= 0.6, summary  # 0.05 at the start, 0.84 was seen after 20
+    assert summary["heldout_accuracy_end"] >= 0.75, summary  # 0.11 at the start, 0.83 was seen after 15
