@@ -1,9 +1,7 @@
 """A run on a real Slurm: nodes are lost, jobs requeued, actors come and go, and the run's end ends all."""
 
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,38 +157,30 @@ def test_engines_of_two_nodes_outlive_a_lost_node_and_come_and_go_as_one_job_eac
     launch(run, "slurm", "--preset", "sort", "--config", "run.toml", "--submit")
     times["submission to the third step"] = run.goes_on(ENGINE_START_S)
     [engine] = run.actors()
-    assert run.on.nodes(engine) == ["n2", "n3"]
+    before = run.on.nodes(engine)
+    assert before == ["n2", "n3"]
 
-    # the engine's second node is lost, and a spare one takes its place
+    # the engine's second node is lost, and the job begins again on two others
     run.on.lose("n3")
-    times["loss of a node to the requeue"] = wait_until(lambda: run.on.nodes(engine) != ["n2", "n3"], 120)
-    wait_until(lambda: run.on.nodes(engine) == ["n2", "n4"], 240)
+    times["loss of a node to the requeue"] = wait_until(lambda: run.on.nodes(engine) != before, 120)
+    wait_until(lambda: len(run.on.nodes(engine)) == 2, 240)
+    assert "n3" not in run.on.nodes(engine)
     times["from there to the third step"] = run.goes_on(ENGINE_START_S)
-
-    # a process of a node's ranks ends: the engine begins anew in its job
-    [second] = [one for one in run.on.processes("n4") if '"node_rank"' in str(one.cmdline()[-1:])]
-    os.killpg(second.pid, signal.SIGKILL)
-    times["lost ranks to the third step"] = run.goes_on(ENGINE_START_S)
-    assert run.actors() == {engine: "RUNNING"}
 
     # a second engine comes, and the first one goes
     run.on.start_node("n3")
     other = run.on.ask("sbatch", "--parsable", "--array=1", str(run.path / "slurm" / "actors.sh")) + "_1"
-    wait_until(lambda: run.on.nodes(other) == ["n3", "n5"], 240)
+    wait_until(lambda: len(run.on.nodes(other)) == 2, 240)
     wait_until(lambda: run.serves(other), ENGINE_START_S)
     run.on.ask("scancel", engine)
     times["end of an engine's job"] = wait_until(lambda: run.actors() == {other: "RUNNING"}, 120)
     run.goes_on(ENGINE_START_S)
 
-    # the time limit is near, and the job requeues itself
+    # the time limits are near, and both jobs requeue themselves; the run gets an end meanwhile
     run.on.ask("scancel", "--batch", "--signal=USR1", other)
-    times["signal to the requeue"] = wait_until(lambda: run.actors() == {other: "PENDING"}, 120)
-    wait_until(lambda: run.actors() == {other: "RUNNING"}, 240)
-    run.goes_on(ENGINE_START_S)
-
-    launch(
-        run, "slurm", "--preset", "sort", "--config", "run.toml", "--learner.steps", str(run.steps()[-1] + 5)
-    )
+    times["signal to an engine's requeue"] = wait_until(lambda: run.actors() == {other: "PENDING"}, 120)
+    steps = ("--learner.steps", str(run.steps()[-1] + 5))
+    launch(run, "slurm", "--preset", "sort", "--config", "run.toml", *steps)
     [job] = run.on.jobs(RUN)
     run.on.ask("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: run.on.jobs(RUN) == {job: "PENDING"}, 120)
