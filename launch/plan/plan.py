@@ -285,12 +285,12 @@ def model_of(config: RunConfig, hf_config: PretrainedConfig, *, on_gpu: bool = T
     )
 
 
-def plan(config: RunConfig, hf_config: PretrainedConfig, asked: Question) -> Plan:
-    """Return what a configuration costs, and what fits instead if it does not. Raises `ConfigError` for a
+def plan(config: RunConfig, hf_config: PretrainedConfig, asked: Question, *, instead: bool = True) -> Plan:
+    """Return what a configuration costs, and what fits `instead` if it does not. Raises `ConfigError` for a
     model or a layout that is not trained, and for too few GPUs."""
     model = model_of(config, hf_config)
     found = _plan(config, model, asked)
-    return found if found.fits else replace(found, instead=fitting(config, model, asked))
+    return found if found.fits or not instead else replace(found, instead=fitting(config, model, asked))
 
 
 def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:

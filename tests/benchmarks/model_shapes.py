@@ -20,10 +20,26 @@ SHAPES: Mapping[str, Mapping[str, Json]] = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
         "rope_theta": 1e6, "tie_word_embeddings": True, "dtype": "bfloat16",
     },
+    "qwen3-4b": {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "tie_word_embeddings": True, "dtype": "bfloat16",
+    },
     "qwen3-8b": {
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
         "rope_theta": 1e6, "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
+    "qwen3-32b": {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "tie_word_embeddings": False, "dtype": "bfloat16", "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     },
 }  # fmt: skip
 """The part of config.json that is not the same for all."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from actors.settings.engines import SglangEngineConfig
 from benchmarks.model_shapes import SHAPES
@@ -13,14 +13,17 @@ from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import save_hf_directory
 
 
-def shape(name: str) -> Qwen3Config:
+def shape(name: str) -> Qwen3Config | Qwen3MoeConfig:
     """Return the configuration of the model with this name. Raises `ConfigError` for one that there is
     not."""
     if name not in SHAPES:
         raise ConfigError(f"no model {name!r} to measure with: there are {', '.join(SHAPES)}")
-    return Qwen3Config(
+    kind, model = Qwen3Config, "Qwen3ForCausalLM"
+    if "num_experts" in SHAPES[name]:
+        kind, model = Qwen3MoeConfig, "Qwen3MoeForCausalLM"
+    return kind(
         **SHAPES[name],
-        architectures=["Qwen3ForCausalLM"],  # by which inference engines tell what to serve
+        architectures=[model],  # by which inference engines tell what to serve
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -33,12 +36,12 @@ def refuse_several(engine: SglangEngineConfig) -> None:
         raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
 
 
-def random_model(name: str, *, seed: int = 0, where: torch.device | None = None) -> Qwen3ForCausalLM:
+def random_model(name: str, *, seed: int = 0, where: torch.device | None = None) -> PreTrainedModel:
     """Return the model in its dtype with weights drawn from `seed`, by default on the GPU if there is one."""
     config = shape(name)
     torch.manual_seed(seed)
     with where or device():
-        return Qwen3ForCausalLM._from_config(config, dtype=config.dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
 
 
 def write_model(name: str, directory: Path) -> Path:

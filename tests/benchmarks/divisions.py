@@ -1,0 +1,324 @@
+"""Tells what whole runs reach on the GPUs of a host, divided between learner and engines in several ways,
+beside what `launch plan` says of each.
+
+    python -m benchmarks.divisions --shapes qwen3-4b,qwen3-8b,qwen3-32b,qwen3-30b-a3b --directory DIR
+
+A division `4t2p1e1-2x2` has a learner of 4 ranks, of which 2 share layers (tensor), 1 the depth (pipeline)
+and 1 the experts, and 2 engines of 2 GPUs. Without `--divisions` they are the one that `launch plan` expects
+to be the fastest and two others. Each row of the table is a run of a shape: it trains, is ended and started
+again, and loses a rank of its learner, a server, and all of its processes. Rows are lines of
+DIR/divisions.jsonl, and those that are there are not measured again. Without CUDA engines are embedded, and
+plans are those of H200s.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+import structlog
+import torch
+
+from benchmarks.model_shapes import SHAPES
+from benchmarks.overlap_record import Heard, Turn
+from benchmarks.overlap_report import figures
+from benchmarks.overlap_settings import defaults, make
+from benchmarks.random_models import shape
+from bus.errors import ConfigError, SluiceError
+from launch.plan.plan import Plan, Question, plan
+from launch.process.log_settings import configure_logging
+from launch.settings.run_config import RunConfig, resolve
+from learner.metrics.gpus import GPUS, gpu_named
+from soak.local_run import LocalRun
+from storage.disk.atomic_files import write_json
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import Record, append_records, number, read_records
+
+log = structlog.get_logger()
+NAME = re.compile(r"(\d+)t(\d+)p(\d+)e(\d+)-(\d+)x(\d+)")
+SHARED = (1, 2, 4, 8)
+"""Numbers of GPUs that may share a model."""
+PROMPT_TOKENS, SAVE_EVERY = 256, 5
+ROWS = "divisions.jsonl"
+START_S = 1800.0
+"""Longest time until a step is trained after a start, or after a part was killed."""
+GIB = 1 << 30
+Figures = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run: a shape, and the GPUs of each side."""
+
+    shape: str
+    ranks: int
+    tensor: int
+    pipeline: int
+    expert: int
+    engines: int
+    engine_gpus: int
+
+    @classmethod
+    def named(cls, shape_name: str, division: str) -> "Cell":
+        """Return the cell of a division by its name. Raises `ConfigError` for what is none."""
+        if (found := NAME.fullmatch(division)) is None:
+            raise ConfigError(f"--divisions {division}: write a division as 4t2p1e1-2x2 (see --help)")
+        return cls(shape_name, *map(int, found.groups()))
+
+    @property
+    def division(self) -> str:
+        """Return the name of its division."""
+        return f"{self.ranks}t{self.tensor}p{self.pipeline}e{self.expert}-{self.engines}x{self.engine_gpus}"
+
+    @property
+    def name(self) -> str:
+        """Return a name that is also that of the run."""
+        return f"{self.shape}-{self.division}".replace(".", "_")
+
+    @property
+    def gpus(self) -> int:
+        """Return how many both sides have."""
+        return self.ranks + self.engines * self.engine_gpus
+
+
+def settings(cell: Cell, directory: Path) -> RunConfig:
+    """Return the settings of a run. Raises `ConfigError` for a division that they do not have."""
+    engine: dict[str, Any] = {"type": "embedded"}
+    visible: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        engine = {"type": "sglang", "server": {"tp_size": cell.engine_gpus}}
+        sides = {"learner": range(cell.ranks), "actors": range(cell.ranks, cell.gpus)}
+        visible = {side: {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} for side, gpus in sides.items()}
+    own: dict[str, Any] = {
+        "run": cell.name,
+        "learner": {
+            "world": {"processes": cell.ranks},
+            "parallel": {
+                "tensor": cell.tensor, "pipeline": cell.pipeline, "expert": cell.expert,
+                "sequence": cell.tensor > 1, "recompute": "full",
+            },
+            "optimizer": {"state_dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
+            "checkpoint": {"save_every": SAVE_EVERY},
+        },
+        "actors": {"engine": engine, "fleet": {"engines": cell.engines}},
+        "supervision": {"environment": visible},
+    }  # fmt: skip
+    return resolve(defaults(cell.shape, directory / cell.shape, devices={}), own)
+
+
+def planned(cell: Cell, directory: Path) -> Plan:
+    """Return what `launch plan` says of a run. Raises `ConfigError` for one that it refuses."""
+    config: Any = settings(cell, directory)
+    gpu = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    answer = config.actors.environment.lengths.median
+    asked = Question(gpu or GPUS["h200"], cell.gpus, PROMPT_TOKENS, int(answer))
+    return plan(config, shape(cell.shape), asked, instead=False)
+
+
+def advised(shape_name: str, gpus: int, directory: Path, count: int = 3) -> list[Cell]:
+    """Return the division that is expected to be the fastest, and the next ones whose learner is divided in
+    another way."""
+    found: list[tuple[float, Cell]] = []
+    experts = SHARED if "num_experts" in SHAPES[shape_name] else (1,)
+    for ranks, tensor, pipeline, expert, each in product(SHARED, SHARED, SHARED, experts, SHARED):
+        if ranks >= gpus or (gpus - ranks) % each or ranks % (tensor * pipeline) or ranks % expert:
+            continue
+        cell = Cell(shape_name, ranks, tensor, pipeline, expert, (gpus - ranks) // each, each)
+        with suppress(ConfigError):
+            said = planned(cell, directory)
+            if said.fits and (said.generation_s or not torch.cuda.is_available()):
+                found.append((max(said.step_s, said.generation_s or 0.0), cell))
+    chosen: dict[tuple[int, ...], Cell] = {}
+    for _, cell in sorted(found, key=lambda one: one[0]):
+        chosen.setdefault((cell.tensor, cell.pipeline, cell.expert), cell)
+    return [*chosen.values()][:count]
+
+
+class MeasuredRun:
+    """A run that trains, and what it has written."""
+
+    def __init__(self, cell: Cell, directory: Path) -> None:
+        self.config = settings(cell, directory)
+        self._cell = cell
+        self._run = RunDirectory(self.config.directory, self.config.run)
+        make(self.config, cell.shape, prompt_tokens=PROMPT_TOKENS)
+        shutil.rmtree(self._run.path, ignore_errors=True)  # of a call that was interrupted
+        given = self.config.directory / f"{self.config.run}.json"
+        write_json(given, json.loads(self.config.model_dump_json(exclude={"bus"})))
+        self._local = LocalRun(self._run, ("--config", str(given)), log_name=f"{self.config.run}.log")
+
+    async def measure(self, steps: int) -> Figures:
+        """Return all figures; the run is killed in the end. Raises `SluiceError` for one that ends by itself
+        or does not train."""
+        settled = 2 * (self.config.admission.max_staleness + 1)
+        turn = Turn("async", settled, settled + steps)
+        try:
+            found: Figures = {"start_s": await self._trained_after("start")}
+            await self._until(lambda: _has_read(Heard.of(self._run), turn.last), f"step {turn.last}")
+            found |= await asyncio.to_thread(self._figures, turn)
+            found |= await asyncio.to_thread(self._memory)
+            for change in ("resume", "rank_killed", "server_killed", "host_killed"):
+                found[f"{change}_s"] = await self._trained_after(change)
+            return found
+        finally:
+            await self._local.kill(patience_s=0)
+
+    def _figures(self, turn: Turn) -> Figures:
+        heard = Heard.of(self._run)
+        said: Any = figures(self.config, self._run, heard, [turn])["modes"]
+        found, gpus = said["async"], self._cell.gpus
+        rows = [heard.steps[step] for step in turn.steps]
+        received = (number(one, "engine/receive_s") for one in heard.readings if "engine/receive_s" in one)
+        names = "step_s", "learner_idle", "engine_idle", "slots_idle", "staleness_mean"
+        return {name: found[name] for name in names} | {
+            "trained_tokens_per_s_per_gpu": found["trained_tokens_per_s"] / gpus,
+            "generated_tokens_per_s_per_gpu": found["generated_tokens_per_s"] / gpus,
+            "mfu": _mean(number(row, "train/mfu") for row in rows if "train/mfu" in row),
+            "stall_s": found["publish_stall_s_per_step"],
+            "pause_s": heard.counted("engine/pause_s", turn) / len(turn.steps),
+            "announced_to_served_s": _mean(received),
+            "checkpoint_s": _mean(filter(None, (number(row, "time/checkpoint_s") for row in rows))),
+        }  # fmt: skip
+
+    def _memory(self) -> Figures:
+        """Return what is used of each GPU, by the largest process of each part, and by all together."""
+        found: Figures = {}
+        if torch.cuda.is_available():
+            asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+            used = said.stdout.split()[: self._cell.gpus]
+            found = {f"gpu_{number}_gib": int(mib) / 1024 for number, mib in enumerate(used)}
+        for part in ("learner", "actors", "storage"):
+            found[f"{part}_gib"] = max(map(_rss_gib, self._local.find(part)), default=None)
+        return found | {"host_gib": sum(map(_rss_gib, self._processes()))}
+
+    def _processes(self) -> list[psutil.Process]:
+        process = self._local.process
+        return psutil.Process(process.pid).children(recursive=True) if process is not None else []
+
+    async def _change(self, kind: str) -> None:
+        """Start the run, end it and start it again, or kill a rank of the learner, a server (embedded engines
+        with their actor), or all processes, and start these again as whoever supervises the host would."""
+        if kind == "resume":
+            await self._local.end()
+        elif kind == "host_killed":
+            await self._local.kill(patience_s=0)
+        if not kind.startswith(("rank", "server")):
+            await self._local.start()
+            return
+        found = [*self._local.find("learner")][-1:]
+        if kind == "server_killed":
+            servers = [one for one in self._processes() if "launcher.py" in " ".join(one.cmdline()[:3])]
+            found = [*servers, *self._local.find("actors")]
+        found[0].kill()
+
+    async def _trained_after(self, change: str) -> float:
+        """Return the seconds from the beginning of a change until a step is trained that began behind it."""
+        began = time.time()
+        await self._change(change)
+        changed = time.time()
+
+        def has_trained() -> bool:
+            steps = [row for row in read_records(self._run.metrics) if row.get("train/stage") == "rl"]
+            return any(number(row, "time_s") - number(row, "time/step_s") > changed for row in steps[-3:])
+
+        await self._until(has_trained, "a step")
+        return time.time() - began
+
+    async def _until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + START_S
+        while not await asyncio.to_thread(holds):
+            self._local.raise_if_ended()
+            if time.monotonic() > deadline:
+                raise SluiceError(f"waited {START_S:g} s for {what}: see {self._local.log}")
+            await asyncio.sleep(0.2)
+
+
+def _has_read(heard: Heard, step: int) -> bool:
+    return heard.step >= step and heard.has_read_after(step)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = [*values]
+    return mean(found) if found else None
+
+
+def _rss_gib(process: psutil.Process) -> float:
+    with suppress(psutil.NoSuchProcess):
+        return float(process.memory_info().rss) / GIB
+    return 0.0
+
+
+def predicted(cell: Cell, directory: Path) -> Figures:
+    """Return what `launch plan` says of the figures that it knows."""
+    said = planned(cell, directory)
+    step_s = max(said.step_s, said.generation_s or 0.0)
+    return {
+        "trained_tokens_per_s_per_gpu": said.step_tokens / step_s / cell.gpus, "step_s": step_s,
+        "mfu": said.mfu, "learner_idle": 1 - said.step_s / step_s, "rank_gib": said.rank.total / GIB,
+        "learner_host_gib": said.learner_host / GIB, "checkpoint_gb": said.checkpoint / 1e9,
+    }  # fmt: skip
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as Markdown, with what was planned in brackets."""
+    names = dict.fromkeys(name for row in rows for name in (*row["measured"], *row["planned"]))
+    lines = [["shape", "division", "device", *names], ["---"] * (len(names) + 3)]
+    for row in rows:
+        told = [_told(row["measured"].get(name), row["planned"].get(name)) for name in names]
+        lines.append([row["shape"], row["division"], row["device"], *told])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _told(found: float | None, expected: float | None) -> str:
+    told = "" if found is None else f"{found:.3g}"
+    return told if expected is None else f"{told} ({expected:.3g})"
+
+
+def main() -> None:
+    """Measure the cells that have no row, and print the table of all rows."""
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this host")
+    parser.add_argument("--shapes", default="qwen3-8b", help=f"with commas: {', '.join(SHAPES)}")
+    parser.add_argument("--divisions", default="", help="with commas")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run that count")
+    given = parser.parse_args()
+    configure_logging("info")
+    given.directory.mkdir(parents=True, exist_ok=True)
+    path, failed = given.directory / ROWS, 0
+    cells: list[Cell] = []
+    for name in given.shapes.split(","):
+        named = [Cell.named(name, one) for one in given.divisions.split(",") if one]
+        cells += named or advised(name, given.gpus, given.directory)
+    for cell in cells:
+        row: Record = {"shape": cell.shape, "division": cell.division, "steps": given.steps}
+        row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        if any(row.items() <= found.items() for found in read_records(path)):
+            continue
+        try:
+            row["measured"] = dict(asyncio.run(MeasuredRun(cell, given.directory).measure(given.steps)))
+        except SluiceError as error:
+            failed += 1
+            log.error("cell_failed", cell=cell.name, reason=str(error))
+        else:
+            append_records(path, [row | {"planned": dict(predicted(cell, given.directory))}])
+    print(table(list(read_records(path))))  # noqa: T201 - the user's terminal
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
