@@ -70,7 +70,7 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 async def announced(bus: Bus, settings: StorageSettings) -> None:
     """Run storage until it has announced its run, of which its directory has the settings then."""
     async with storage(bus, settings):
-        await bus.wait_for("run", RunRecord, timeout_s=20, hint="storage starts")
+        await bus.wait_for("run", RunRecord, timeout_s=60, hint="storage starts")
         assert json.loads(settings.run.config.read_text()) == json.loads(settings.config_json)
     await bus.delete("run")
 

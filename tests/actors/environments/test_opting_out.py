@@ -384,12 +384,14 @@ def duel(_: Task) -> Duel:
     return Duel()
 
 
-@pytest.mark.parametrize(("move", "fault"), [("crash", "KeyError"), ("hang", "took longer than 1 s")])
+@pytest.mark.parametrize(
+    ("move", "limit_s", "fault"), [("crash", 60.0, "KeyError"), ("hang", 2.0, "took longer than 2 s")]
+)
 async def test_move_that_makes_a_game_fail_has_the_lowest_reward_and_the_other_side_0(
-    monkeypatch, move, fault
+    monkeypatch, move, limit_s, fault
 ):
     game = PluginGame(type="plugin", start="users_own:duel")
-    environment = build(GameConfig(game=game, game_timeout_s=1.0), monkeypatch)
+    environment = build(GameConfig(game=game, game_timeout_s=limit_s), monkeypatch)
     with pytest.raises((EpisodeError, KeyError)):
         await environment.run(TASK, saying(move))
     await environment.run(TASK, saying("end"))

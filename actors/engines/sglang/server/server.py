@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ PHASES = {
     "Application startup complete": "answering its first request",
 }
 """What a server does before it serves, by what its log says as it begins with that (0.5.17 to 0.5.23)."""
+IN_MEMORY = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_|sem\.mp-)\S+$", re.MULTILINE)
 GONE_POLL_S = 0.05
 GONE_S = 30.0
 """The kernel may take so long to release a killed process's GPU memory."""
@@ -63,6 +65,16 @@ def _is_member(process: psutil.Process, group: int) -> bool:
         return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
         return False
+
+
+def files_in_memory(group: int) -> set[Path]:
+    """Return the files in memory by which a server's processes speak to each other. Killed processes do not
+    remove theirs."""
+    found: set[str] = set()
+    for pid in group_members(group):
+        with suppress(OSError):  # it has just ended
+            found |= {*IN_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())}
+    return {Path(name) for name in found}
 
 
 class ServerProcess:
@@ -124,6 +136,7 @@ class ServerProcess:
     async def kill(self) -> None:
         """End all of its processes at once: it keeps nothing that would be worth a farewell. Returns when
         they are gone, since the next server needs the GPU memory that they held."""
+        files = files_in_memory(self.pid)
         with suppress(ProcessLookupError):  # all of them have ended by themselves
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
@@ -133,6 +146,8 @@ class ServerProcess:
                 log.warning("sglang_processes_live_on", pids=alive, waited_s=GONE_S)
                 return
             await asyncio.sleep(GONE_POLL_S)
+        for file in files:
+            file.unlink(missing_ok=True)
 
     def failure(self) -> EngineError | ConfigError:
         """Return why it ended: with the last lines of its log."""
