@@ -385,7 +385,7 @@ def duel(_: Task) -> Duel:
 
 
 @pytest.mark.parametrize(
-    ("move", "limit_s", "fault"), [("crash", 60.0, "KeyError"), ("hang", 2.0, "took longer than 2 s")]
+    ("move", "limit_s", "fault"), [("crash", 60.0, "KeyError"), ("hang", 1.0, "took longer than 1 s")]
 )
 async def test_move_that_makes_a_game_fail_has_the_lowest_reward_and_the_other_side_0(
     monkeypatch, move, limit_s, fault
