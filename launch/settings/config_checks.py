@@ -65,6 +65,7 @@ def check_together(config: "RunConfig") -> None:
         )
     _check_colocation(config)
     _check_nodes(config)
+    _check_broadcasts(config)
     _check_opponents(config)
     check_evaluations(config)
     _check_sampling(config)
@@ -342,6 +343,17 @@ def _check_nodes(config: "RunConfig") -> None:
         raise ConfigError(
             f"{where} does not divide the {ranks} ranks of actors.engine.server (tp_size times pp_size): set "
             f"tp_size to a multiple of {engine.nodes}"
+        )
+
+
+def _check_broadcasts(config: "RunConfig") -> None:
+    """Refuse engines that are to be one group and load by turns: they would be many."""
+    fleet = config.actors.fleet
+    if config.learner.publication.broadcast_together and fleet.engines > 1 and fleet.updated_at_once < 1:
+        raise ConfigError(
+            f"learner.publication.broadcast_together=true with actors.fleet.updated_at_once="
+            f"{fleet.updated_at_once:g}: engines of a fleet that load by turns are no group; set "
+            "actors.fleet.updated_at_once=1, or broadcast_together to false"
         )
 
 

@@ -109,6 +109,7 @@ class Broadcaster:
         where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
+        self._announced_since(wanted.policy_version)  # or those who ask with this engine would get nothing
         asking = self._asking.get(wanted.device) or _Asking()
         asking.wanted.append(wanted)
         if self._together:
@@ -176,12 +177,17 @@ class Broadcaster:
         if group := self._groups.get(left.group):
             group.living.cancel()
 
+    def _announced_since(self, version: int) -> Weights:
+        """Return what is announced. Raises `BusError` where it is older than that."""
+        weights = self._announced()
+        if weights is None or weights.policy_version < version:
+            raise BusError(f"version {version} is not announced by this learner")
+        return weights
+
     async def _newest_copy(self, at_least: int) -> "SharedCopy":
         async with self._copying:
             for _ in range(COPIES):
-                weights = self._announced()
-                if weights is None or weights.policy_version < at_least:
-                    raise BusError(f"version {at_least} is not announced by this learner")
+                weights = self._announced_since(at_least)
                 if self._newest and self._newest.policy_version == weights.policy_version:
                     return self._newest
                 self._newest = None  # before there are two more

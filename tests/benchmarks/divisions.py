@@ -220,8 +220,9 @@ class MeasuredRun:
             return
         found = [*self._local.find("learner")][-1:]
         if kind == "server_killed":
-            servers = [one for one in self._processes() if "launcher.py" in " ".join(one.cmdline()[:3])]
-            found = [*servers, *self._local.find("actors")]
+            found = [*filter(_is_server, self._processes()), *self._local.find("actors")]
+        if not found:
+            raise SluiceError(f"{kind}: there is none: see {self._local.log}")
         found[0].kill()
 
     async def _trained_after(self, change: str) -> float:
@@ -253,6 +254,12 @@ def _has_read(heard: Heard, step: int) -> bool:
 def _mean(values: Iterable[float]) -> float | None:
     found = [*values]
     return mean(found) if found else None
+
+
+def _is_server(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # others end meanwhile
+        return "launcher.py" in " ".join(process.cmdline()[:3])
+    return False
 
 
 def _rss_gib(process: psutil.Process) -> float:

@@ -62,3 +62,7 @@ def test_whole_runs_and_the_longest_files_come_first():
 
 def test_the_longest_files_are_there():
     assert {path.name for path in TESTS.rglob("test_*.py")} >= LONGEST
+
+
+def test_a_file_of_tests_has_tests():
+    assert [path for path in TESTS.rglob("test_*.py") if "def test_" not in path.read_text()] == []

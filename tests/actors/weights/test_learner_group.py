@@ -541,7 +541,9 @@ async def test_engines_wait_for_one_that_is_not_ready_no_longer_than_is_stated_a
     async with starting(together=True) as learner:
         published = learner.announce(0)
         asked = [published.offered("", ranks=ranks, device="cpu") for ranks in (1, 2)]
-        (ready, *_), (late, *_) = await asyncio.gather(*asked)
+        asks_too_much = learner.manifested(1).offered("", ranks=1, device="cpu")
+        (ready, *_), (late, *_), refusal = await asyncio.gather(*asked, asks_too_much, return_exceptions=True)
+        assert str(refusal).endswith("version 1 is not announced by this learner")
         assert (ready.first_rank, late.first_rank, ready.world_size, late.world_size) == (1, 2, 4, 4)
         with pytest.raises(BusError, match=r"1 of 2 engines are ready for version 0 after 0\.2 s"):
             await published.begin([ready])

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks.divisions import Cell, advised, planned, table
+from benchmarks.divisions import Cell, _is_server, advised, planned, table
 from bus.errors import ConfigError
 
 FIGURES = {
@@ -39,6 +40,12 @@ def test_a_table_has_what_was_planned_beside_what_was_measured():
     row = {"shape": "tiny", "division": "1t1p1e1-1x1", "device": "CPU"}
     rows = [row | {"measured": {"step_s": 2.0, "mfu": None}, "planned": {"step_s": 1.5, "mfu": 0.4}}]
     assert table(rows).splitlines()[-1] == "| tiny | 1t1p1e1-1x1 | CPU | 2 (1.5) |  (0.4) |"
+
+
+def test_a_process_that_ends_while_servers_are_looked_for_is_none():
+    with subprocess.Popen(["true"]) as process:
+        found = psutil.Process(process.pid)
+    assert not _is_server(found)
 
 
 def measured(directory: Path, *arguments: str) -> dict[str, float | None]:

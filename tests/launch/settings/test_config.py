@@ -560,3 +560,13 @@ def test_a_loss_over_pairs_is_refused_where_it_cannot_be_trained(warmup, learner
     assert complaint in refusal({
         "warmup": given | warmup, "learner": {"backend": "fsdp", "steps": 0} | learner
     })  # fmt: skip
+
+
+def test_engines_that_load_by_turns_are_not_sent_to_together():
+    def started(**fleet: float):
+        return resolve({"learner": {"publication": {"broadcast_together": True}}, "actors": {"fleet": fleet}})
+
+    with pytest.raises(ConfigError, match=r"set actors\.fleet\.updated_at_once=1"):
+        started(engines=4)
+    started(engines=4, updated_at_once=1)
+    started(engines=1)
