@@ -9,6 +9,9 @@ from actors.settings.rewards import RewardConfig
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tools import McpConfig, PluginToolConfig, SearchConfig, ToolConfig
 
+NOTE_CHARACTERS = 100
+"""Room for the note that ends a part of a document."""
+
 
 class ToolsConfig(EnvironmentSettings, RewardConfig):
     """Environment in which an episode is a chat with tools, until the model answers without calling one."""
@@ -94,6 +97,17 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     @model_validator(mode="after")
     def _answers_have_no_reasoning(self) -> Self:
         self.refuse_reasoning_rewards()
+        return self
+
+    @model_validator(mode="after")
+    def _answers_have_what_was_fetched(self) -> Self:
+        most = self.output_characters - NOTE_CHARACTERS
+        for tool in self.tools:
+            if isinstance(tool, SearchConfig) and tool.fetch and tool.fetched_characters > most:
+                raise ValueError(
+                    f"output_characters={self.output_characters} would cut {tool.fetch!r} in the middle: set "
+                    f"its fetched_characters={tool.fetched_characters} to {most} at most, or raise the former"
+                )
         return self
 
     @model_validator(mode="after")

@@ -72,8 +72,9 @@ class SearchConfig(Config):
     fetch: str | None = Field(None, pattern=NAME)
     """Name of a second tool, by which the model reads a document of the corpus: all passages with the same
     `title`, in the order of the file. `None` offers no such tool."""
-    fetched_characters: int = Field(4000, ge=1)
-    """Length of what one call of that tool reads."""
+    fetched_characters: int = Field(3900, ge=1)
+    """Length of what one call of that tool reads: `output_characters` less 100, for the note of what follows,
+    at most. A call in tags reads the beginning alone."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class FetchTool:
         self._characters = characters
 
     async def call(self, arguments: Arguments) -> ToolResult:
-        title, start = str(arguments["title"]), arguments.get("start", 0)
+        title, start = str(arguments["title"]).strip(), arguments.get("start", 0)
         document = self._documents.get(title)
         if document is None:
             return ToolResult(f"no document is named {title!r}: give a title of a search", failed=True)
@@ -139,4 +139,4 @@ def _passage(row: Row) -> tuple[str, str]:
     text, title = row.required("text"), row.values.get("title")
     if not (isinstance(text, str) and text.strip()):
         raise ConfigError(f"{row.where}: 'text' is not a text or is empty: fill it or remove the row")
-    return title if isinstance(title, str) else "", text
+    return title.strip() if isinstance(title, str) else "", text

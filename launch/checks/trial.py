@@ -168,8 +168,11 @@ def _account(trajectories: Sequence[AgentTrajectory], seconds: float) -> str:
 def shown_on(page: Path | None) -> Iterator[Say]:
     """Yield what prints, and write the same to a page of HTML at the end, if one is named. Raises
     `ConfigError` where it cannot be written."""
-    if page is not None and not page.parent.is_dir():
-        raise ConfigError(f"--page {page}: {page.parent} is no directory: make it first")
+    if page is not None:
+        try:
+            page.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--page {page}: {error.strerror}: name a file elsewhere") from error
     console = Console(record=page is not None)
     try:
         yield partial(console.print, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -75,7 +75,7 @@ def doctor(
     It looks at versions, conflicts of packages, GPU, disk, ports, limits, variables, the model directory, the
     bus with its clock, and at all that a start asks, where prompts are named; it runs no agent. Each
     finding is ok, a warning or an error, and each of the latter two comes with a remedy. It leaves nothing
-    but the model of --recipe. The exit status is 1 if there is an error.
+    but what --recipe and --environment name. The exit status is 1 if there is an error.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def doctor(
     configure_logging("error")
     layer = merged(given.sources(settings, bus=bus, creds=creds))
     resolved = validate(layer)
-    given.prepare(with_environment=False)
+    given.prepare()
     named = "url" in layer.get("bus", {})
     say = (lambda _: None) if as_json else partial(print, flush=True)
     findings = run(partial(examine, resolved, named, say))

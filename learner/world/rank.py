@@ -209,10 +209,13 @@ class Rank:
         try:
             return await self.in_thread(work)
         except torch.OutOfMemoryError as error:
+            learner = self._settings.learner
+            full = learner.parallel.recompute == "full"
             raise TrainingError(
-                f"a step does not fit into the memory of the device of rank {dist.get_rank()}: set "
-                "learner.parallel.recompute=full, or lower learner.batch.tokens_per_micro_batch="
-                f"{self._settings.learner.batch.token_budget}; `launch plan` tells what fits ({error})"
+                f"a step does not fit into the memory of the device of rank {dist.get_rank()}: "
+                f"{'' if full else 'set learner.parallel.recompute=full, or '}lower "
+                f"learner.batch.tokens_per_micro_batch={learner.batch.token_budget}; `launch plan` tells "
+                f"what fits ({error})"
             ) from error
 
     async def heldout_figures(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.sandbox import decoded
@@ -99,12 +99,12 @@ async def test_search_finds_the_passages_that_share_words_the_best_first(corpus)
 async def test_a_document_is_read_whole_by_the_title_that_a_search_shows(tmp_path):
     path = tmp_path / "corpus.jsonl"
     texts = ["Paris is a city.", "It lies on the Seine."]
-    rows = [{"text": "It has no title."}, *({"title": "Paris", "text": text} for text in texts)]
+    rows = [{"text": "It has no title."}, *({"title": "Paris ", "text": text} for text in texts)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SearchConfig(corpus=path, fetch="read", fetched_characters=20)
     search, read = build_tools([config]).values()
     assert "(Paris) It lies on" in (await search.call({"query": "Seine"})).text
-    parts = [await read.call({"title": "Paris", "start": start}) for start in (0, 20)]
+    parts = [await read.call({"title": "\nParis", "start": start}) for start in (0, 20)]
     whole = "\n".join(texts)
     assert parts[0].text == f"{whole[:20]}\n[18 characters follow from start=20 on]"
     assert parts[1] == ToolResult(whole[20:])
@@ -115,6 +115,8 @@ async def test_a_document_is_read_whole_by_the_title_that_a_search_shows(tmp_pat
     ):
         assert (await read.call(wrong)).failed
     assert ToolsConfig(type="tools", reward="exact", tools=(config,)).known_tools == ["search", "read"]
+    with pytest.raises(ValidationError, match=r"cut 'read' in the middle: set .*=3900 to 3899 at most"):
+        ToolsConfig(type="tools", output_characters=3999, tools=(SearchConfig(corpus=path, fetch="read"),))
     path.write_text(json.dumps({"text": "Paris"}))
     with pytest.raises(ConfigError, match="no passage has a 'title', by which the tool 'read'"):
         build_tools([config])

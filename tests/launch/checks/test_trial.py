@@ -50,11 +50,9 @@ async def test_calls_stop_tokens_and_rewards_are_shown_turn_by_turn(tmp_path, ca
     page = (tmp_path / "page.html").read_text()
     [style] = set(re.findall(r'class="(r\d+)">it is 42&lt;\|im_end\|&gt;</span>', page))
     assert f'<span class="{style}">&lt;think&gt;hm' in page
-    with (
-        pytest.raises(ConfigError, match="nowhere is no directory"),
-        shown_on(tmp_path / "nowhere/page.html"),
-    ):
-        pass
+    for wrong, why in (("nowhere/page.html", "No such file or directory"), (".", "Is a directory")):
+        with pytest.raises(ConfigError, match=f"{why}: name a file"), shown_on(tmp_path / wrong):
+            pytest.fail("nothing is tried in vain")
 
 
 async def test_calls_in_tags_are_counted_too():

@@ -17,6 +17,7 @@ from launch.doctor import checks, host, packages
 from launch.doctor.findings import Finding, worst
 from launch.doctor.host import check_disk, check_gpu, check_limits, check_ports, check_variables
 from launch.doctor.packages import check_nats_server, check_sglang, conflicts
+from launch.external_environments.environment import ExternalEnvironment
 from launch.recipes.recipe import Recipe
 from launch.settings.run_config import RunConfig, resolve, validate
 
@@ -226,14 +227,15 @@ def test_each_finding_is_a_line_with_its_remedy(doctor):
     assert "none is named: `launch local` starts one" in text
 
 
-def test_recipe_is_fetched_and_looked_at(doctor, monkeypatch: pytest.MonkeyPatch):
+def test_recipe_and_environment_are_fetched_and_looked_at(doctor, monkeypatch: pytest.MonkeyPatch):
     prepared: list[str] = []
-    monkeypatch.setattr(Recipe, "prepare", lambda self: prepared.append(self.name))
+    for named in (Recipe, ExternalEnvironment):
+        monkeypatch.setattr(named, "prepare", lambda self: prepared.append(self.name))
     asked: list[RunConfig] = []
     monkeypatch.setattr(checks, "_checks", lambda config: asked.append(config) or [])
     with pytest.raises(SystemExit):
-        cli.main(["doctor", "--recipe", "sums"])
-    assert prepared == ["sums"]
+        cli.main(["doctor", "--recipe", "sums", "--environment", "gymnasium:FrozenLake-v1"])
+    assert prepared == ["sums", "FrozenLake-v1"]
     assert asked[0].admission.groups_per_step == 16
 
 
