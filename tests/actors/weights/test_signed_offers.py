@@ -87,6 +87,7 @@ async def test_a_server_takes_no_broadcast_tensor_of_another_digest(as_role, tmp
         learner, actor = [await stack.enter_async_context(as_role(role)) for role in ("learner", "actor")]
         broadcaster = Broadcaster(learner, lambda: announced["weights"], incarnation="one", timeout_s=60.0)
         await broadcaster.start()
+        await learner.client.flush()
         stack.push_async_callback(broadcaster.close)
 
         async def serving(loaders):
