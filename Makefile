@@ -17,9 +17,6 @@ SGLANG_GPU_STAMP := $(SGLANG)/.installed-gpu
 unexport PYTHONDONTWRITEBYTECODE
 # More workers than there are processors, since a test waits for its servers more than half of its time.
 workers = --workers $$(( $$(getconf _NPROCESSORS_ONLN) + $(1) < 8 ? $$(getconf _NPROCESSORS_ONLN) + $(1) : 8 ))
-# Workers of the slow suite beyond the number of processors, and of SGLang's, whose servers take 2 GB of memory each.
-SLOW_WORKERS ?= 3
-SGLANG_WORKERS ?= 2
 # Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
 files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 
@@ -32,13 +29,13 @@ test: install
 	$(BIN)/pytest $(call workers,5)
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,$(SLOW_WORKERS)) $(call files_of,slow)
+	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,3) $(call files_of,slow)
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly $(call files_of,nightly)
 
 test-sglang: install sglang
-	$(BIN)/pytest -m "sglang and not nightly" --workers $(SGLANG_WORKERS) $(call files_of,sglang)
+	$(BIN)/pytest -m "sglang and not nightly" --workers 2 $(call files_of,sglang)
 
 # Faults that the tests must catch, about half an hour: `make mutants ONLY=WORD` tries those with the word in their names.
 mutants: install
