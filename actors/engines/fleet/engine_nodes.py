@@ -3,7 +3,6 @@
 import asyncio
 import platform
 import secrets
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +17,7 @@ from bus.connection import Bus
 from bus.device_messages import BEAT_S, Beats
 from bus.engine_nodes import EngineNode, node_key
 from bus.errors import ConfigError, EngineError, EngineNodeLostError, leaves
+from bus.server.nats_server import port_problem
 from bus.waiting import cancelled, set_within
 
 log = structlog.get_logger()
@@ -161,15 +161,11 @@ class LeadingNode:
 def _refuse_taken_port(rendezvous: str) -> None:
     """Raise `EngineError` where another process of this host has the port; SGLang's ranks would wait for each
     other there, and end in a traceback."""
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("", int(rendezvous.rpartition(":")[2])))
-        except OSError as error:
-            raise EngineError(
-                f"actors.engine.rendezvous={rendezvous}: node 0 cannot have this port on {platform.node()} "
-                f"({error.strerror}): end the process that has it, or choose another port on all nodes"
-            ) from error
+    if reason := port_problem("", int(rendezvous.rpartition(":")[2])):
+        raise EngineError(
+            f"actors.engine.rendezvous={rendezvous}: node 0 cannot have this port on {platform.node()} "
+            f"({reason}): end the process that has it, or choose another port on all nodes"
+        )
 
 
 @contextmanager
