@@ -21,6 +21,7 @@ from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.google import GOOGLE, parse_counted
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from actors.gateway.dialects.refusal import RefusedError
@@ -240,7 +241,7 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
-        ask = _ask_of(dialect, raw, session)
+        ask = dialect.parse(raw, session.chats)
         return await self._answered(request, session, dialect, _attempt_of(request, raw), ask)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
@@ -266,7 +267,7 @@ class Gateway:
         model, method = request.match_info["model"], request.match_info["method"]
         if method == "countTokens":
             return web.json_response({"totalTokens": await session.count_tokens(parse_counted(raw))})
-        ask = replace(_ask_of(GOOGLE, raw, session), model=model, stream=method == "streamGenerateContent")
+        ask = replace(GOOGLE.parse(raw, session.chats), model=model, stream=method == "streamGenerateContent")
         return await self._answered(request, session, GOOGLE, _attempt_of(request, raw), ask)
 
     async def _answered(
@@ -285,7 +286,7 @@ class Gateway:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self.session_of(request)
-        ask = ANTHROPIC.parse(await self.body_of(request))
+        ask = ANTHROPIC.parse(await self.body_of(request), KnownChats())
         return web.json_response({"input_tokens": await session.count_tokens(ask)})
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -368,10 +369,6 @@ class Gateway:
                 "images, or raise actors.environment.gateway.most_body_bytes"
             )
             raise RefusedError(413, "request_too_large", reason) from error
-
-
-def _ask_of(dialect: Dialect, raw: bytes, session: Session) -> Ask:
-    return dialect.go_on(raw, session.chats) if dialect.go_on is not None else dialect.parse(raw)
 
 
 def _attempt_of(request: web.Request, raw: bytes) -> Attempt:

@@ -157,8 +157,8 @@ class _Request(Body):
     stop_sequences: Annotated[list[str] | None, Field(max_length=MOST_STOPS)] = None
 
 
-def _parse(raw: bytes, known: KnownChats[Meaning] | None = None) -> Ask:
-    request, meanings = (known or KnownChats[Meaning]()).read(raw, _Request, _meanings, has_numbers=True)
+def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
+    request, meanings = known.read(raw, _Request, _meanings, has_numbers=True)
     prefix = _prefill(request.messages[-1]) if len(meanings) > 1 else None
     choice = request.tool_choice.type if request.tool_choice is not None else "auto"
     messages: list[ChatMessage] = []
@@ -329,4 +329,4 @@ def _error_event(refusal: RefusedError) -> bytes:
 
 
 PING = data_event({"type": "ping"}, "ping")
-ANTHROPIC = Dialect(_parse, _body, _events, _error, _error_event, keep_alive=PING, go_on=_parse)
+ANTHROPIC = Dialect(_parse, _body, _events, _error, _error_event, keep_alive=PING)

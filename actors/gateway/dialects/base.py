@@ -25,8 +25,8 @@ Shown = dict[str, JSON]
 class Dialect:
     """One API over HTTP."""
 
-    parse: Callable[[bytes], Ask]
-    """Read a request; raises `RefusedError`."""
+    parse: Callable[[bytes, KnownChats[Meaning]], Ask]
+    """Read a request, of whose chat only what is not known is read; raises `RefusedError`."""
     body: Callable[[Ask, Reply], Shown]
     events: Callable[[Ask, Reply], Iterator[bytes]]
     """Yield the answer as server-sent events, to the last one."""
@@ -37,8 +37,6 @@ class Dialect:
     """What a stream carries while nothing is known."""
     told_in_streams: frozenset[str] = frozenset()
     """Codes of refusals that a client which asked for a stream reads there, and not with a status."""
-    go_on: Callable[[bytes, KnownChats[Meaning]], Ask] | None = None
-    """Read a request as `parse` does, without what is known of its chat; None where nothing is kept."""
 
 
 class Body(BaseModel):

@@ -135,8 +135,7 @@ class _Counted(_Camel):
     contents: list[_Content] = []  # noqa: RUF012 - pydantic copies defaults
 
 
-def _parse(raw: bytes, known: KnownChats[Meaning] | None = None) -> Ask:
-    known = known or KnownChats[Meaning]()
+def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
     return _ask(
         *known.read(
             raw, _Request, _meanings, field="contents", has_numbers=True, stands_alone=_is_of_the_model
@@ -321,5 +320,4 @@ def _error_event(refusal: RefusedError) -> bytes:
 GOOGLE = Dialect(
     _parse, _body, _events, _error, _error_event,
     keep_alive=b"\n",  # genai takes any other line for JSON, comments too
-    go_on=_parse,
 )  # fmt: skip

@@ -94,8 +94,8 @@ class _Request(Body):
     seed: int | None = None
 
 
-def _parse(raw: bytes, known: KnownChats[Meaning] | None = None) -> Ask:
-    request, meanings = (known or KnownChats[Meaning]()).read(raw, _Request, _meanings)
+def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
+    request, meanings = known.read(raw, _Request, _meanings)
     tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return Ask(
@@ -230,6 +230,4 @@ def _error_event(refusal: RefusedError) -> bytes:
     return data_event(error(refusal))
 
 
-OPENAI_CHAT = Dialect(
-    _parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n", go_on=_parse
-)
+OPENAI_CHAT = Dialect(_parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n")

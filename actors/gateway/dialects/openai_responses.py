@@ -23,7 +23,7 @@ from actors.gateway.dialects.base import (
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Origin, Reply
-from actors.gateway.dialects.known_chats import KnownChats
+from actors.gateway.dialects.known_chats import KnownChats, Meaning
 from actors.gateway.dialects.openai_chat import demanded, error
 from actors.gateway.dialects.refusal import RefusedError, invalid, parsed
 from actors.policy.messages import Tool, ToolCall, ToolCallError
@@ -212,7 +212,7 @@ class Continued:
     """Id under which the answer is kept, besides its own."""
 
 
-def _parse(raw: bytes) -> Ask:
+def _parse(raw: bytes, _: KnownChats[Meaning]) -> Ask:
     request = parsed(_Request, raw)
     return _asked(request, _last(None, request.items))
 

@@ -8,6 +8,7 @@ from actors.engines.base import Sampling
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.google import GOOGLE
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from actors.gateway.dialects.refusal import RefusedError, TooLongError
@@ -40,7 +41,7 @@ CALLING = reply(content="", reasoning="hm", tool_calls=(CALL,), finish="tool_cal
 
 
 def ask(dialect, **body) -> Ask:
-    return dialect.parse(json.dumps(body).encode())
+    return dialect.parse(json.dumps(body).encode(), KnownChats())
 
 
 def events(dialect, what: Reply, asked: Ask = ASK) -> list[dict]:

@@ -76,13 +76,17 @@ def reader(dialect):
 
     def read(said, **more):
         raw = json.dumps({CHATS[dialect][1]: said, **more}).encode()
-        return dialect.go_on(raw, known) if dialect.go_on is not None else kept.read(raw).ask
+        return kept.read(raw).ask if dialect is OPENAI_RESPONSES else dialect.parse(raw, known)
 
     return read
 
 
+def afresh(dialect, raw):
+    return dialect.parse(raw, KnownChats())
+
+
 def alone(dialect, said):
-    return dialect.parse(json.dumps({CHATS[dialect][1]: said}).encode())
+    return afresh(dialect, json.dumps({CHATS[dialect][1]: said}).encode())
 
 
 @pytest.mark.parametrize(
@@ -126,35 +130,35 @@ def test_requests_of_anthropic_that_repeat_a_chat_mean_what_they_mean_alone():
     for messages in (said, begun, [*begun[:-1], {"role": "assistant", "content": "It is 2"}, said[0]]):
         for system in ("be brief", "be terse"):
             asked = body(*messages, system=system)
-            assert ANTHROPIC.go_on(asked, known) == ANTHROPIC.parse(asked)
-    assert ANTHROPIC.go_on(body(*begun), known).prefix == "It is"
+            assert ANTHROPIC.parse(asked, known) == afresh(ANTHROPIC, asked)
+    assert ANTHROPIC.parse(body(*begun), known).prefix == "It is"
     for number in (1, 1.0, True):  # they are equal, and templates write them in other ways
         other = deepcopy(said)
         other[1]["content"][0]["input"]["a"] = number
-        written = [message["tool_calls"] for message in ANTHROPIC.parse(body(*other)).messages[1:2]]
-        read = [message["tool_calls"] for message in ANTHROPIC.go_on(body(*other), known).messages[1:2]]
+        written = [message["tool_calls"] for message in afresh(ANTHROPIC, body(*other)).messages[1:2]]
+        read = [message["tool_calls"] for message in ANTHROPIC.parse(body(*other), known).messages[1:2]]
         assert read == written
 
 
 def test_a_chat_of_one_api_is_not_known_to_another():
     known, message = KnownChats(), {"role": "assistant", "content": "two", "tool_calls": [CALL]}
     said = body({"role": "user", "content": "one and one"}, message, {"role": "user", "content": "go on"})
-    assert OPENAI_CHAT.go_on(said, known) == OPENAI_CHAT.parse(said)
-    assert ANTHROPIC.go_on(said, known) == ANTHROPIC.parse(said) != OPENAI_CHAT.parse(said)
+    assert OPENAI_CHAT.parse(said, known) == afresh(OPENAI_CHAT, said)
+    assert ANTHROPIC.parse(said, known) == afresh(ANTHROPIC, said) != afresh(OPENAI_CHAT, said)
 
 
 def test_requests_that_repeat_a_chat_mean_what_they_mean_alone():
     known, said = KnownChats(), chat(6)
     for cut in (1, 5, 13):
-        assert OPENAI_CHAT.go_on(body(*said[:cut], n=2), known) == OPENAI_CHAT.parse(body(*said[:cut], n=2))
+        assert OPENAI_CHAT.parse(body(*said[:cut], n=2), known) == afresh(OPENAI_CHAT, body(*said[:cut], n=2))
     changes = {"content": "else", "role": "user", "reasoning_content": "so", "tool_calls": [], "name": "x"}
     for number in range(len(said)):
         for key, value in changes.items():
             other = deepcopy(said)
             other[number][key] = value
-            assert OPENAI_CHAT.go_on(body(*other), known) == OPENAI_CHAT.parse(body(*other)), (number, key)
+            assert OPENAI_CHAT.parse(body(*other), known) == afresh(OPENAI_CHAT, body(*other)), (number, key)
     for requested in (body(*said), body(*said), body(*said[:3]), body(said[0]), body(*said, *chat(3))):
-        assert OPENAI_CHAT.go_on(requested, known) == OPENAI_CHAT.parse(requested)
+        assert OPENAI_CHAT.parse(requested, known) == afresh(OPENAI_CHAT, requested)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +171,13 @@ def test_requests_that_repeat_a_chat_mean_what_they_mean_alone():
 )
 def test_what_is_wrong_is_named_by_its_place_in_the_whole_chat_and_is_not_kept(wrong, says):
     known, said = KnownChats(), chat(1)
-    OPENAI_CHAT.go_on(body(*said), known)
+    OPENAI_CHAT.parse(body(*said), known)
     for _ in range(2):
         with pytest.raises(RefusedError, match=says):
-            OPENAI_CHAT.go_on(body(*said, wrong), known)
+            OPENAI_CHAT.parse(body(*said, wrong), known)
     for raw in (b"[]", b"no JSON", b'{"messages": 1}', b'{"messages": []}', b"{}", b'{"messages": {"a": 1}}'):
         with pytest.raises(RefusedError) as expected:
-            OPENAI_CHAT.parse(raw)
+            afresh(OPENAI_CHAT, raw)
         with pytest.raises(RefusedError) as refused:
-            OPENAI_CHAT.go_on(raw, known)
+            OPENAI_CHAT.parse(raw, known)
         assert str(refused.value) == str(expected.value)
