@@ -22,11 +22,12 @@ from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
 
 REPLAY = ("--learner.router-replay", "engine", "--actors.engine.routed-experts")
-SMALL = (
+FOUR_STEPS = (
     "--preset", "sort", "--warmup.steps", "40", "--warmup.batch-size", "16", "--learner.steps", "4",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
-    "--evaluation.every-versions", "0", "--learner.target-accuracy", "none", *REPLAY,
+    "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
 )  # fmt: skip
+SMALL = (*FOUR_STEPS, *REPLAY)
 
 
 SIZES = {

@@ -18,14 +18,9 @@ from transformers import (
 )
 
 from tests.e2e.commands import records_of_run
-from tests.e2e.small_mixtures import written
+from tests.e2e.small_mixtures import FOUR_STEPS, written
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly]
-SMALL = (
-    "--preset", "sort", "--warmup.steps", "40", "--warmup.batch-size", "16", "--learner.steps", "4",
-    "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
-    "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
-)  # fmt: skip
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": None,
@@ -56,7 +51,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_and_learner_agree_on_a_model_of_the_family(tmp_path: Path, name: str):
     model = written(MODELS[name], tmp_path / "model")
-    records = records_of_run(tmp_path, *SMALL, "--model.path", str(model))
+    records = records_of_run(tmp_path, *FOUR_STEPS, "--model.path", str(model))
     assert sum(each.get("train/stage") == "rl" for each in records) == 4
     found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     assert found
@@ -69,7 +64,9 @@ def test_a_text_model_inside_a_multimodal_one_is_trained_published_and_exported(
     text = MODELS["gemma with windows"].to_dict()
     whole = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     model = written(whole, tmp_path / "model", kind=AutoModelForImageTextToText)
-    records = records_of_run(tmp_path, *SMALL, "--model.path", str(model), "--model.other-parts", other_parts)
+    records = records_of_run(
+        tmp_path, *FOUR_STEPS, "--model.path", str(model), "--model.other-parts", other_parts
+    )
     found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     assert found
     assert max(found) < 1e-4
