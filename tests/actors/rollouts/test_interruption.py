@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.episodes.episode import Episode
+from actors.rollouts import leases
 from actors.rollouts.worker import Worker
 from actors.settings.groups import InterruptionConfig
 from bus.codec import encode
@@ -342,8 +343,9 @@ async def test_turns_of_weights_older_than_a_lease_may_have_are_not_used(bus, en
 
 
 async def test_turns_of_a_resumed_learners_weights_are_kept_once_the_lease_may_have_them(
-    bus, engine, tmp_path
+    bus, engine, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(leases, "WEIGHTS_PATIENCE_S", 0.1)
     async with serving(bus, tmp_path, ONE_GROUP) as storage:
         await engine.load_weights({}, 5)
         await LearnerStandIn(bus, trains_from=5).publish(5)
@@ -354,9 +356,11 @@ async def test_turns_of_a_resumed_learners_weights_are_kept_once_the_lease_may_h
             resumed = LearnerStandIn(bus, incarnation="b", trains_from=3)
             await resumed.resume(0)
             await resumed.publish(3)
-            await resumed.ask(1)  # its step needs the group, so weights of version 3 may sample it
             await engine.load_weights({}, 3)
             engine.release()
+            # Both are found too old before the lease may have version 3: then neither is taken as it is.
+            await until(lambda: len(environment.ended) == 2)
+            await resumed.ask(1)  # its step needs the group, so weights of version 3 may sample it
             await until(lambda: len(environment.in_between) == 4)  # both rollouts were begun again
         kept = [(turn.number, *set(turn.policy_versions.tolist())) for turn in storage.stores[0].turns.of(0)]
         assert kept == [(0, 3), (0, 3)]
