@@ -49,7 +49,6 @@ SAMPLES = 8
 """Rollouts of each prompt."""
 LAG_PERIOD_S = 0.005
 WANTED_LAG_MS = 50.0
-TIMEOUT_S = 1800.0
 STORE_TIMEOUT_S = 120.0
 Report = dict[str, float | int | bool]
 
@@ -81,6 +80,11 @@ class EpisodesLoad:
     def groups(self) -> int:
         """Return the number of prompts."""
         return self.episodes // SAMPLES
+
+    @property
+    def timeout_s(self) -> float:
+        """Return the time in which all must have ended: half an hour above twice what the engine takes."""
+        return 1800 + 2 * self.turns * self.turn_s
 
 
 class TimedEngine(ScriptedEngine):
@@ -157,7 +161,7 @@ async def _measured(bus: Bus, worker: Worker, load: EpisodesLoad) -> Report:
     began, cpu = time.monotonic(), time.process_time()
     working = asyncio.create_task(worker.run(stop, groups_at_once=load.groups))
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(load.timeout_s):
             while worker.counts["groups"] + worker.counts["rejected"] < load.groups:
                 if working.done():
                     working.result()
