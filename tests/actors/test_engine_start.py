@@ -7,9 +7,9 @@ import pytest
 from actors.engine_start import started
 from actors.engines.fleet.fleet import Fleet
 from actors.settings.fleet import FleetConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.connection import Bus
 from bus.messages import Status
-from tests.actors.scripted_engine import ScriptedEngine
 
 
 class SlowEngine(ScriptedEngine):

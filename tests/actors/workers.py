@@ -9,9 +9,9 @@ from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.rollouts.worker import Worker, WorkerParts
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.connection import Bus
 from learner.initial.scratch_model import character_tokenizer
-from tests.actors.scripted_engine import ScriptedEngine
 
 TOKENIZER = character_tokenizer()
 

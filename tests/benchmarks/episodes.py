@@ -25,6 +25,7 @@ from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.groups import InterruptionConfig
 from actors.weights.follow import PolicyFollower
 from benchmarks.episode_kinds import ANSWERS, QUESTION, REPOSITORY, Kind, environment_of
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -43,7 +44,6 @@ from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
-from tests.actors.scripted_engine import ScriptedEngine
 
 SAMPLES = 8
 """Rollouts of each prompt."""

@@ -22,6 +22,7 @@ import structlog
 import uvloop
 
 from benchmarks.many_actors import Server
+from benchmarks.replay_workload import Material
 from benchmarks.swarm import PACKAGES
 from bus.codec import encode
 from bus.config import BusConfig
@@ -36,11 +37,10 @@ from storage.disk.run_directory import RunDirectory
 from storage.settings.replay import ReplayConfig
 from storage.shard.server import Shard
 from storage.shard.service import hold_shards
-from tests.factories import make_trajectory
 
 RUN, ROUNDS = "bench", 3
 MESSAGES, TOKENS, LAYERS, PER_TOKEN = 48, 8192, 48, 8
-"""Trajectories of Qwen3-30B-A3B: 384 bytes of experts a token, 3.1 MB a message."""
+"""Trajectories of Qwen3-30B-A3B: 384 bytes of experts a token, 3.3 MB a message."""
 TIMEOUT_S = 120.0
 """Longest time that a round may take."""
 LOOK_S = 0.01
@@ -105,13 +105,10 @@ async def _round(server: Server, bus: Bus, number: int, way: str) -> dict[str, f
 
 
 def _message(lease: int, sample: int) -> TrajectoryBatch:
-    experts = np.random.default_rng([lease, sample]).integers(
-        0, 128, (TOKENS - 1) * LAYERS * PER_TOKEN, np.uint8
-    )
-    one = replace(
-        make_trajectory(lease, sample, group_size=MESSAGES, tokens=TOKENS),
-        routed_experts=experts.tobytes(), moe_layers=LAYERS, experts_per_token=PER_TOKEN,
-    )  # fmt: skip
+    one = Material(1, TOKENS).trajectory(0, lease * MESSAGES + sample, MESSAGES)
+    count = (len(one.token_ids) - 1) * LAYERS * PER_TOKEN
+    experts = np.random.default_rng([lease, sample]).integers(0, 128, count, np.uint8)
+    one = replace(one, routed_experts=experts.tobytes(), moe_layers=LAYERS, experts_per_token=PER_TOKEN)
     return TrajectoryBatch.of([one])
 
 

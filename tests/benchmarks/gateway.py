@@ -19,10 +19,10 @@ from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
 from benchmarks.gateway_client import QUESTION, client
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import EngineError
 from bus.waiting import cancelled
 from learner.initial.scratch_model import character_tokenizer
-from tests.actors.scripted_engine import ScriptedEngine
 
 ALONE = 20
 """Sessions of which one at a time asks."""

@@ -25,6 +25,7 @@ from actors.rewards.group_filters import load_filter
 from actors.settings.actors import PluginEnvironmentConfig
 from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from launch.settings.run_config import RunConfig, validate
@@ -42,7 +43,6 @@ from storage.model_files.families import FAMILIES, ModelFamily
 from storage.prompt_files.dataset import streamed_prompts
 from storage.prompts.sampler import Draw, load_sampler
 from storage.prompts.stream import BLOCK_ROWS, first_block
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_trajectory
 
 DOCS = Path(__file__).parents[2] / "docs"

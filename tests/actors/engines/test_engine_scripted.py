@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import EngineError
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import request
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from actors.engines.base import Sampling
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.gateway.served import TOKENIZER, encoded
-from tests.actors.scripted_engine import ScriptedEngine
 
 VERIFIER = """
 import json, os, sys, time, urllib.request

@@ -10,7 +10,7 @@ from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.tool_chat import ToolsConfig
-from tests.actors.scripted_engine import ScriptedEngine
+from benchmarks.scripted_engine import ScriptedEngine
 
 LONG = Sampling(max_new_tokens=100)
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")

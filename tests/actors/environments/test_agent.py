@@ -22,12 +22,12 @@ from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
 from actors.rollouts.worker import end_after
 from actors.settings.agents import AgentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, EngineError, HandBackError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
 from tests.actors.environments.agent_programs import HEAD, running
 from tests.actors.gateway.served import TOKENIZER, script, until
-from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="g00000000.0", prompt="say fine", label="fine", metadata={"level": 1})
 

@@ -22,13 +22,13 @@ from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
 from actors.settings.episode_sandboxes import SandboxServerConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from tests.actors.environments.agent_programs import HEAD
 from tests.actors.environments.schemers import VERIFIER
 from tests.actors.episode_sandboxes.cluster import cluster
 from tests.actors.episode_sandboxes.daemons import IMAGE, ask_for_few_processes, daemon_of, image_of_python
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 LABEL = "LABEL-90210"
 TASK = Task(

@@ -17,9 +17,9 @@ from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.rollouts.worker import end_after
 from actors.settings.clients import ClientsConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import HandBackError
 from tests.actors.gateway.served import TOKENIZER, encoded, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("looking_often")
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}

@@ -15,11 +15,11 @@ from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.settings.actors import ActorsConfig
 from actors.settings.panel import DebateConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, RequestRefusedError
 from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.demonstrations import DEBATERS, debate_demonstration
-from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="d", prompt="sort 31", label="13")
 

@@ -19,6 +19,7 @@ from actors.rollouts.worker import Worker
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import AgentConfig
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from learner.initial.scratch_model import character_tokenizer
@@ -26,7 +27,6 @@ from storage.client.reader import ReplayReader
 from storage.prompts.sources import load_sources
 from storage.settings.admission import AdmissionConfig
 from storage.settings.data import DataConfig
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving
 
 TOKENIZER = character_tokenizer()

@@ -20,8 +20,8 @@ from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
+from benchmarks.scripted_engine import ScriptedEngine, policy_saying
 from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
-from tests.actors.scripted_engine import ScriptedEngine, policy_saying
 
 
 async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):

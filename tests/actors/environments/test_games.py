@@ -17,12 +17,12 @@ from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, TextArenaGame
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks import demonstrations
 from storage.built_in_tasks.generators import TASKS
-from tests.actors.scripted_engine import ScriptedEngine
 
 GUESS = Task(task_id="g", prompt="guess 10-24", label="20")
 

@@ -20,9 +20,9 @@ from actors.gateway.task_offers import Taker, TaskOffers
 from actors.policy.policy import Policy
 from actors.rollouts.worker import end_after
 from actors.settings.agents import AgentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, HandBackError
 from tests.actors.gateway.served import TOKENIZER, script, until
-from tests.actors.scripted_engine import ScriptedEngine
 
 HEAD = """
 import json, os, sys, time, urllib.request

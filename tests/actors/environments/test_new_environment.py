@@ -16,9 +16,9 @@ from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig, EnvironmentConfig
 from actors.settings.environment import EnvironmentSettings
 from actors.settings.rewards import RewardConfig
+from benchmarks.scripted_engine import policy_saying
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from tests.actors.scripted_engine import policy_saying
 
 RECORDS = get_args(get_args(EnvironmentConfig)[0])
 

@@ -32,11 +32,11 @@ from actors.settings.actors import PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
 from actors.settings.games import GameConfig, PluginGame
 from actors.settings.panel import DebateConfig, PanelConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import HandBackError, RequestRefusedError
 from tests.actors.environments.schemers import Schemer
 from tests.actors.gateway.served import TOKENIZER, encoded
 from tests.actors.programs.memory_kills import killed_elsewhere
-from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="g00000000.0", prompt="earn", label="right")
 VERIFIER = """

@@ -12,9 +12,9 @@ from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.settings.panel import PanelConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.demonstrations import panel_demonstration
-from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="p", prompt="sort 31", label="13")
 

@@ -26,6 +26,7 @@ from actors.settings.agents import AgentConfig
 from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import ToolResult
 from actors.tools.calculator import Calculator
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, RequestRefusedError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
@@ -39,7 +40,6 @@ from tests.actors.environments.scripted_tool_chats import (
     tool_tokenizer,
 )
 from tests.actors.gateway.served import TOKENIZER, encoded
-from tests.actors.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.evaluation import ChatEndpointConfig
 from actors.settings.tool_chat import ToolsConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, RequestRefusedError
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.asked_sets import ask
 from tests.actors.held_out import SAMPLED, TOKENIZER, Recording, published
-from tests.actors.scripted_engine import ScriptedEngine
 
 ASKED = 3
 """Prompts of a data set that `ask` asks for."""

@@ -22,6 +22,7 @@ from actors.service import ActorSettings, run_actors
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.settings.groups import FailureLimitsConfig, InterruptionConfig, RetriesConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.errors import ConfigError, EngineLostError, leaves
 from bus.messages import Metrics
@@ -35,7 +36,6 @@ from storage.model_files.packed_files import bundle
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.asked_sets import ask
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published, until
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import tiny_model
 

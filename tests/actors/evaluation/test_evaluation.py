@@ -9,11 +9,11 @@ from actors.engines.base import Sampling
 from actors.episodes.episode import Episode
 from actors.evaluation import engines as evaluation_engines
 from actors.evaluation.engines import RolloutEngines
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import EngineError, EngineLostError, HandBackError
 from tests.actors import held_out
 from tests.actors.engines.fleet.embedded_fleet import fleet_of
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, followed, published, until
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import tiny_model
 from tests.actors.weights.publications import publish
 

@@ -3,13 +3,13 @@
 import pytest
 
 from actors.evaluation.engines import OwnEngine, RolloutEngines
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import decode, encode
 from bus.errors import SchemaError
 from bus.evaluation_messages import EvaluationTask
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.asked_sets import SomeRight, ask
 from tests.actors.held_out import followed
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.weights.publications import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

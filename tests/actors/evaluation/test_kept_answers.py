@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.evaluation.engines import RolloutEngines
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.connection import Bus
 from bus.messages import Prompt
 from launch.trajectories.export import export_run
@@ -15,7 +16,6 @@ from launch.trajectories.search import TrajectoryFilter
 from storage.metrics.held_out_answers import HeldOutStore, keep_held_out_answers
 from tests.actors.evaluation.asked_sets import SomeRight, ask
 from tests.actors.held_out import Evaluations, followed
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.weights.publications import publish
 from tests.launch.dashboard.run_on_disk import make_run
 from tests.storage.serving import running, until

@@ -14,12 +14,12 @@ from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.evaluation import ChatEndpointConfig
 from actors.settings.tool_chat import ToolsConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import EngineError, RequestRefusedError
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.asked_sets import ask
 from tests.actors.held_out import SAMPLED, Recording, published
 from tests.actors.policy.families import FAMILIES
-from tests.actors.scripted_engine import ScriptedEngine
 
 QWEN = FAMILIES["qwen3"].tokenizer
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]

@@ -17,7 +17,7 @@ from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
-from tests.actors.scripted_engine import ScriptedEngine
+from benchmarks.scripted_engine import ScriptedEngine
 
 END = "<|im_end|>"
 SPECIALS = ("<|pad|>", END, "<|im_start|>", "<|unk|>")

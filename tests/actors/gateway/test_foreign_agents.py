@@ -21,9 +21,9 @@ from actors.episodes.episode import AgentTrajectory, Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.gateway.prepared_environments import PREPARE_S, prepared
 from tests.actors.gateway.served import END, TOKENIZER, encoded, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 PROGRAMS = Path(__file__).with_name("foreign")

@@ -6,9 +6,9 @@ from actors.environments.session_episode import posted_episode
 from actors.gateway.posted_reward import PostedReward
 from actors.policy.other_engines import OtherEngines
 from actors.settings.agents import AgentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.gateway.request_bodies import BODIES, CHAT, GENERATE, MESSAGES, RESPONSES
 from tests.actors.gateway.served import chat_body, script, served
-from tests.actors.scripted_engine import ScriptedEngine
 
 TITLE = {"messages": [{"role": "system", "content": "You write a\ntitle."}, *BODIES[CHAT]["messages"]]}
 UNTRAINED = (

@@ -9,8 +9,8 @@ from actors.episodes.episode import Episode, FailedEpisode
 from actors.metrics import episode_metrics
 from actors.metrics.episode_metrics import EpisodeMetrics
 from actors.rewards.scoring.scorers import Scorer
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.rollouts.whole_actor import GROUPS, Actor, answer_with
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 

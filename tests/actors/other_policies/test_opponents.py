@@ -22,6 +22,7 @@ from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.settings.games import GameConfig, Nim
 from actors.settings.opponents import OpponentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from learner.config.publication import PublicationConfig
 from learner.host_memory.copies import host_tensors
@@ -29,7 +30,6 @@ from learner.initial.scratch_model import character_tokenizer
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import recomputed, tiny_model
 from tests.learner.publication.slow_disk import SlowDisk
 

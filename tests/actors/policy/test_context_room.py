@@ -6,9 +6,9 @@ from actors.engines.base import Sampling
 from actors.engines.fleet.fleet import Fleet
 from actors.policy.policy import Policy
 from actors.settings.fleet import FleetConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ContextFullError, RequestRefusedError
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 PROMPT = TOKENIZER.encode("abc", add_special_tokens=False)
 

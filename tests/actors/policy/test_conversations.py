@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from actors.engines.base import Sampling
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.policy.families import FAMILIES, TOOLS, Family
 from tests.actors.policy.retold_chats import UNSHRUNK, WORDS, Answer, answers, retold, sampled
-from tests.actors.scripted_engine import ScriptedEngine
 
 
 @dataclass

@@ -12,8 +12,8 @@ from actors.episodes.episode import Fork
 from actors.policy import chat_messages
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.policy.families import FAMILIES, QWEN3, TOOLS, tokenizer_of
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.published_chats import CHATS, tokenizer_of_chat
 
 QWEN = FAMILIES["qwen3"].tokenizer

@@ -11,9 +11,9 @@ from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from actors.rollouts import group
 from actors.settings.gateway import GatewayConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from storage.images.chat import ImageChat
 from storage.images.encoded import decoded
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 from tests.pictures import image_part, picture, vision_directory
 

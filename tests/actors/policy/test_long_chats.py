@@ -13,8 +13,8 @@ from actors.episodes.task import FixedMessages
 from actors.policy.conversation import read_chat
 from actors.policy.policy import Policy
 from actors.policy.shown_images import ShownImages
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.policy.families import FAMILIES, TOOLS
-from tests.actors.scripted_engine import ScriptedEngine
 
 QWEN = FAMILIES["qwen3"]
 CALL = QWEN.write_calls([("add", {"a": 1})])

@@ -10,8 +10,8 @@ from actors.episodes.episode import AgentTrajectory, Episode
 from actors.policy.policy import Policy
 from actors.policy.version_masking import Masking, without_older_kv, without_older_versions
 from actors.rollouts.group import Group
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.trajectory import Turn
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 VERSIONS = [-1, 3, 3, 4, -1, 5, 6]

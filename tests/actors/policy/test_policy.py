@@ -12,8 +12,8 @@ from actors.episodes.errors import EpisodeError
 from actors.policy.other_engines import ALONE, OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import SamplingConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.trajectory import Turn
-from tests.actors.scripted_engine import ScriptedEngine
 
 END = 1
 

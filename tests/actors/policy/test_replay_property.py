@@ -20,9 +20,9 @@ from actors.episodes.episode import Episode
 from actors.policy.policy import Policy
 from actors.rollouts.group import Group
 from actors.settings.engines import EmbeddedEngineConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.policy.families import FAMILIES, Family
 from tests.actors.policy.retold_chats import UNSHRUNK, answers, retold, sampled
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

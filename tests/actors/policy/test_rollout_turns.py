@@ -11,11 +11,11 @@ from actors.engines.base import Generation, Sampling
 from actors.policy.policy import Policy
 from actors.policy.rollout_turns import RolloutTurns, SampledTurn
 from actors.rollouts.interruption import turn_message, turns_by_rollout
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import decode, encode
 from bus.kept_sets import KeptSets
 from bus.trajectory import KeptTurn
 from learner.initial.scratch_model import character_tokenizer
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 TOKENIZER = character_tokenizer()

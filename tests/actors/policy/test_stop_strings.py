@@ -8,9 +8,9 @@ import pytest
 from actors.engines.base import Generation, Sampling
 from actors.policy.policy import Policy
 from actors.policy.stop_strings import FIRST_PIECE
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import RequestRefusedError
 from tests.actors.policy.families import FAMILIES
-from tests.actors.scripted_engine import ScriptedEngine
 
 QWEN = FAMILIES["qwen3"].tokenizer
 ONE = {"role": "user", "content": "one"}

@@ -18,6 +18,7 @@ from actors.rollouts.further_leases import FurtherLeases
 from actors.rollouts.leases import PolicyLeases
 from actors.rollouts.worker import Worker, WorkerParts
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
@@ -25,7 +26,6 @@ from bus.topology import ensure
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.settings.admission import AdmissionConfig
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.storage.serving import LearnerStandIn, has, manifest, read_batch, running, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -19,6 +19,7 @@ from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.rollouts.group import Group
 from actors.settings.groups import GroupLimitsConfig, RetriesConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError
 from bus.policy_names import DEFAULT_POLICY
@@ -27,7 +28,6 @@ from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
 from tests.actors.rollouts.whole_actor import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

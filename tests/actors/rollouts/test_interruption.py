@@ -13,6 +13,7 @@ from actors.episodes.episode import Episode
 from actors.rollouts import leases
 from actors.rollouts.worker import Worker
 from actors.settings.groups import InterruptionConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import EngineLostError
@@ -21,7 +22,6 @@ from bus.trajectory import Trajectory
 from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from tests.actors import workers
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease
 from tests.storage.serving import (

@@ -13,7 +13,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.policy.context_tokens import ContextTokens
 from actors.rollouts.lease_admission import LeaseAdmission
 from actors.settings.fleet import FleetConfig
-from tests.actors.scripted_engine import ScriptedEngine
+from benchmarks.scripted_engine import ScriptedEngine
 from tests.actors.virtual_time import run_virtually
 
 CAPACITY = 4_000

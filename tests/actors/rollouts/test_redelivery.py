@@ -9,13 +9,13 @@ import pytest
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.worker import Worker
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.connection import Bus
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from storage.settings.admission import AdmissionConfig
 from tests.actors import workers
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (

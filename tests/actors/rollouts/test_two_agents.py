@@ -11,6 +11,7 @@ from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.rollouts.worker import Worker
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.trajectory import Parent, Turn
 from learner.algorithms.advantages.step_advantages import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
@@ -18,7 +19,6 @@ from learner.data.batches import make_step_batch, recorded_samples
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.settings.admission import AdmissionConfig
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

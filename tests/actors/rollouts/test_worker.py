@@ -12,12 +12,12 @@ from actors.environments.single_turn import SingleTurn
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig, SingleTurnConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError, EngineLostError
 from bus.messages import Prompt
 from bus.streams.publish import Publisher
 from tests.actors.rollouts.whole_actor import GROUPS, REJECTED, TIMEOUT_S, TOKENIZER, Actor, answer_with, leaf
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -18,6 +18,7 @@ from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.actors import ActorsConfig
 from actors.settings.clients import ClientsConfig
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.errors import ConfigError
 from bus.security.credentials import Credentials
@@ -29,7 +30,6 @@ from bus.waiting import cancelled
 from launch.services.gateway_access import gateway_token, refuse_open_gateway
 from launch.settings.run_config import RunConfig, validate
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 TIMEOUT_S = 60

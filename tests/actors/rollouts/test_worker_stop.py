@@ -13,12 +13,12 @@ from actors.rewards.group_filters import load_filter
 from actors.rollouts.worker import Worker
 from actors.settings.agents import AgentConfig
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.messages import Lease
 from bus.streams.consume import Inbox, understood
 from bus.streams.publish import Publisher
 from tests.actors.gateway.served import TOKENIZER, script, until
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 

@@ -8,6 +8,7 @@ from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from tests.actors.environments.scripted_tool_chats import (
@@ -17,7 +18,6 @@ from tests.actors.environments.scripted_tool_chats import (
     rolled_out,
     tool_tokenizer,
 )
-from tests.actors.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")

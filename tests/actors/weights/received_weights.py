@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.actors.scripted_engine import ScriptedEngine
+from benchmarks.scripted_engine import ScriptedEngine
 
 
 class Recording(ScriptedEngine):

@@ -4,10 +4,10 @@ import pytest
 
 from actors.engines.served_adapters import ServedAdapters
 from actors.weights.follow import PolicyFollower
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, WeightsKeptError
 from bus.messages import AdaptedBase
 from bus.streams.blob_store import delete_blob
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.weights.publications import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -20,11 +20,11 @@ from benchmarks.delayed_reward import (
     task_files,
     write_task,
 )
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError, SluiceError
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records
 from tests.actors.conftest import tokenizer  # noqa: F401 - a fixture
-from tests.actors.scripted_engine import ScriptedEngine
 
 TURNS = 4
 

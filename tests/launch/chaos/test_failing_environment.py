@@ -7,9 +7,9 @@ from actors.environments.plugin import plugin_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import PluginEnvironmentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from soak.failing_environment import FAILURES
 from tests.actors.rollouts.whole_actor import TOKENIZER, answer_with
-from tests.actors.scripted_engine import ScriptedEngine
 
 ROLLOUTS = 200
 

@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring.scorers import Scorer
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import PolicyManifest, RunRecord
@@ -31,7 +32,6 @@ from soak.trajectory_account import exit_status
 from storage.account.records import ACTORS
 from storage.disk.run_directory import RunDirectory
 from storage.model_files.packed_files import bundle
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.workers import TOKENIZER, make_worker
 from tests.storage.serving import BLOB, running, until
 

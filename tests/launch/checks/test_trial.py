@@ -9,10 +9,10 @@ from actors.engines.base import Sampling
 from actors.environments.tools import ToolChat
 from actors.episodes.task import Task
 from actors.settings.tool_chat import ToolsConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from launch.checks.trial import Trial, WatchedPolicy, show, shown_on, try_model
 from launch.settings.run_config import resolve
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.launch.model_directory import QWEN, directory
 
 END = QWEN.convert_tokens_to_ids("<|im_end|>")

@@ -13,9 +13,9 @@ from actors.episodes.episode import Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from launch.external_environments.environment import ADAPTERS, PROCESS
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 Play = Callable[..., Any]
 

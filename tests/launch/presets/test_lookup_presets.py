@@ -10,12 +10,12 @@ from actors.engines.base import Sampling
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from launch.checks.start_checks import rehearse_local
 from launch.settings.run_config import preset, resolve
 from storage.built_in_tasks.lookup_tasks import SHOP_TOOLS, search_demonstration, search_problem, shop_problem
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 NUMBERS = range(0, 14_000, 701)
 LAST = re.compile(r"<result>(?:\[1\] [^:]*: )?(\w+)")

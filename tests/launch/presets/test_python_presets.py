@@ -9,10 +9,10 @@ from actors.engines.base import Sampling
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from launch.settings.run_config import preset, resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.generators import TASKS
-from tests.actors.scripted_engine import ScriptedEngine
 
 TOKENIZER = character_tokenizer()
 NUMBER = 123

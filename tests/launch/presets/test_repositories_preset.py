@@ -8,11 +8,11 @@ from actors.engines.base import Sampling
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from launch.settings.run_config import preset, resolve
 from storage.built_in_tasks.generators import TASKS
 from storage.built_in_tasks.tiny_repositories import FAULT, REPOSITORIES
 from tests.actors.policy.families import FAMILIES
-from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 QWEN = FAMILIES["qwen3"]

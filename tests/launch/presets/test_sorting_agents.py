@@ -10,10 +10,10 @@ from actors.environments.base import Environment
 from actors.episodes.episode import Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from launch.settings.run_config import preset, resolve
 from soak.failing_environment import FAILURES, FailingEnvironment
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 COUNT = 60

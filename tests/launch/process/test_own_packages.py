@@ -1,6 +1,7 @@
 """A user's own files may have the names of our packages."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_both_lists_of_our_packages_name_what_the_repository_has():
     assert set(PACKAGES) == set(OWN_PACKAGES) == found
     of_checkout = {file.parents[1].name for file in ROOT.glob("tests/*/commands/__init__.py")}
     assert set(CHECKOUT_PACKAGES) == set(plugins.CHECKOUT_PACKAGES) == of_checkout
+
+
+def test_no_package_of_a_checkout_imports_a_test():
+    """`launch bench` finds these packages alone: `tests` may be a package of the user's."""
+    files = [file for name in CHECKOUT_PACKAGES for file in ROOT.glob(f"tests/{name}/**/*.py")]
+    assert [
+        str(file) for file in files if re.search(r"^\s*(from|import) tests\b", file.read_text(), re.M)
+    ] == []
+    assert len(files) > 50
 
 
 @pytest.mark.slow

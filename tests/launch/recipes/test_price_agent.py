@@ -11,11 +11,11 @@ from actors.environments.base import Environment
 from actors.environments.build import built_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from benchmarks.scripted_engine import ScriptedEngine
 from launch.recipes.agent import prompts
 from launch.recipes.recipe import recipe
 from launch.settings.run_config import resolve
 from tests.actors.gateway.served import TOKENIZER, script
-from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

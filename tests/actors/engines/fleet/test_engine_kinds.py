@@ -18,11 +18,11 @@ from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, EngineSettings, SglangEngineConfig, refuse_inexact
 from actors.settings.opponents import OpponentConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.errors import ConfigError
 from launch.checks.engine_check import own_servers
 from launch.settings.config_checks import check_together
 from launch.settings.run_config import RunConfig
-from tests.actors.scripted_engine import ScriptedEngine
 
 
 class EchoEngine(EngineSettings):

@@ -15,6 +15,7 @@ from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.settings.fleet import FleetConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.connection import roles
 from bus.connection.roles import pids_of
 from bus.errors import BusError, ConfigError, FencedError
@@ -23,7 +24,6 @@ from bus.requests import Done, EngineChange
 from launch.operations.live_run import change_engine, list_engines
 from launch.settings.run_config import validate
 from tests.actors.adapters import served
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.sglang_stand_in import STATE, TOKEN, StandIn
 from tests.actors.tiny import request
 

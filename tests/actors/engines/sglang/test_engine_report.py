@@ -8,8 +8,8 @@ from actors.engines.fleet.fleet import Fleet
 from actors.metrics import engine_report
 from actors.metrics.engine_report import EngineReport
 from actors.settings.fleet import FleetConfig
+from benchmarks.scripted_engine import ScriptedEngine
 from bus.actor_counters import MEANS
-from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import request
 
 FOLLOWER = SimpleNamespace(pause_s=0.1, receive_s=0.2)
