@@ -97,6 +97,11 @@ class Broadcaster:
         await serve(subject("broadcast", "end"), BroadcastEnd, self._end)
         await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
 
+    @property
+    def has_engines(self) -> bool:
+        """Tell whether engines receive weights by groups, each from a copy of what is announced."""
+        return bool(self._groups or self._asking)
+
     async def close(self) -> None:
         self._closed = True
         for group in list(self._groups.values()):

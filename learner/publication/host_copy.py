@@ -52,8 +52,9 @@ class Copied:
 class HostCopy:
     """Two sets of host buffers that take turns, each in one piece, page-locked where there is a GPU.
 
-    What `take` returned last stays as it is while the next `take` fills the other set. On a GPU the copies
-    run beside the training that follows: `Copied.done` says when the weights may change again."""
+    What `take` returned last stays as it is while the next `take` fills the other set, unless that is to
+    write over it. On a GPU the copies run beside the training that follows: `Copied.done` says when the
+    weights may change again."""
 
     def __init__(self, dtype: torch.dtype, whole: WholeModel | None = None) -> None:
         """Copy weights as `dtype`, except adapters that have one of their own. With `whole` those of a text
@@ -71,12 +72,16 @@ class HostCopy:
         self._beside: torch.cuda.Stream | None = None
 
     @torch.no_grad()
-    def take(self, weights: Exported) -> Copied:
+    def take(self, weights: Exported, *, over_last: bool = False) -> Copied:
         """Copy the weights as the dtypes to publish: one call for all that this rank has whole. Every rank
-        calls this."""
+        calls this. With `over_last` nobody needs what was copied last, and the memory of the other set goes
+        back to the system."""
         began = time.perf_counter()
         weights = weights if self._whole is None else self._whole.exported(weights)
-        self._turn = 1 - self._turn
+        if over_last:
+            self._sets[1 - self._turn] = None
+        else:
+            self._turn = 1 - self._turn
         self.tensors = len(weights.shapes)
         if weights.pieces is not None:
             return self._take_divided(weights, began)
@@ -102,6 +107,12 @@ class HostCopy:
         self.seconds = time.perf_counter() - began
         return Copied(partial(divided.arrived, turn))
 
+    @property
+    def can_overwrite(self) -> bool:
+        """Tell whether `take` can write over what it copied last. Page-locked memory, which is slow to have
+        again, and memory of weights that ranks divide are kept."""
+        return device().type == "cpu" and self.divided is None
+
     def adapter_base(self, adapters: TrainedAdapters | None) -> AdapterBase | None:
         """Return what published adapters belong to; None where whole weights are published."""
         if adapters is None or adapters.config.publish == "merged":
@@ -120,17 +131,19 @@ class HostCopy:
         return torch.cuda.stream(self._beside)
 
 
-async def copy_weights(host: HostCopy, backend: Backend, thread: Executor) -> Copied:
-    """Begin to copy the backend's weights, while no other work of torch is under way. Every rank calls this.
-    Returns when training may go on, on `thread`, where torch works."""
+async def copy_weights(
+    host: HostCopy, backend: Backend, thread: Executor, *, over_last: bool = False
+) -> Copied:
+    """Begin to copy the backend's weights as `take` does, while no other work of torch is under way. Every
+    rank calls this. Returns when training may go on, on `thread`, where torch works."""
     alone_on_cpu = device().type == "cpu" and dist.get_world_size() == 1
     if alone_on_cpu and backend.size_bytes <= SHORT_BYTES:
-        return _copy(host, backend)
-    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, backend)
+        return _copy(host, backend, over_last)
+    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, backend, over_last)
 
 
-def _copy(host: HostCopy, backend: Backend) -> Copied:
-    copied = host.take(backend.exported())
+def _copy(host: HostCopy, backend: Backend, over_last: bool) -> Copied:
+    copied = host.take(backend.exported(), over_last=over_last)
     if copied.done is not None:
         backend.keep_until(copied.done)
     return copied

@@ -104,6 +104,8 @@ class WeightPublisher:
         self._model: BlobRef | None = None
         self._weights: Weights | None = None
         """The weights announced last, which are the base of the next delta."""
+        self._overwritten = False
+        """Whether the next version takes their memory."""
         self._whole_before = 0
         """Version up to which, itself not included, no delta is made."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
@@ -126,8 +128,22 @@ class WeightPublisher:
         """Until when the base, all of whose bytes are there, is not stored again on demand."""
 
     def announced(self) -> Weights | None:
-        """Return the weights announced last; their tensors stay as they are until others are announced."""
-        return self._weights
+        """Return the weights announced last; their tensors stay as they are until others are announced. None
+        where the next version takes their memory."""
+        return None if self._overwritten else self._weights
+
+    async def free_announced(self, policy_version: int) -> bool:
+        """Let the weights of this version be written over those announced last, if it is published whole and
+        no snapshot is being written; return whether they may be."""
+        async with self._one:
+            base = self._weights
+            self._overwritten = (
+                base is not None
+                and policy_version > base.policy_version
+                and self._is_whole(policy_version)
+                and not self._snapshots.busy
+            )
+            return self._overwritten
 
     async def start(
         self, model: Path, *, dtype: str | None = None, config: Mapping[str, Json] | None = None
@@ -231,6 +247,8 @@ class WeightPublisher:
             base_again = wanted.lacks_base and self._forget_damaged_base()
             if manifest is None or (0 <= wanted.policy_version < manifest.snapshot_at and not base_again):
                 return  # there is a snapshot that they have not tried
+            if self._overwritten:
+                return  # the next version comes with a snapshot
             intact = await self._mended()
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._set_policy(manifest)
@@ -278,8 +296,7 @@ class WeightPublisher:
         if base is None or before is None:
             return None
         again = announcement.policy_version == base.policy_version
-        only_snapshots = self._config.snapshot_every == 1
-        if not again and (only_snapshots or announcement.policy_version < self._whole_before):
+        if not again and self._is_whole(announcement.policy_version):
             return None
         delta = await self._encoded(base, tensors, announcement.policy_version)
         if delta is None:
@@ -297,6 +314,10 @@ class WeightPublisher:
             deltas += (DeltaRef(base_version=base.policy_version, policy_version=version, blob=blob),)
         self._note(delta.weights, 0 if again else len(delta.data), delta.sent_words)
         return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
+
+    def _is_whole(self, policy_version: int) -> bool:
+        """Tell whether no delta of a new version is tried."""
+        return self._config.snapshot_every == 1 or policy_version < self._whole_before
 
     async def _as_snapshot(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest:
         weights = await self._hashed(announcement.policy_version, tensors)
@@ -419,6 +440,7 @@ class WeightPublisher:
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
+        self._overwritten = False
         await self._set_policy(manifest)
         await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
         return manifest

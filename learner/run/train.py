@@ -366,7 +366,11 @@ class Learner:
             # engines may use the first version of a stage for long, and only a scored one ends an alarm
             needed = result is None or bool(self._policy_alarm.text)
             probe = await self._probes.scored(lambda: self._world.call(Rank.score_probe), needed=needed)
-        self._announce(await self._world.call(Rank.copy_weights), probe, result, why)
+        over_last = False
+        if self._world.rank.can_overwrite_copy and not self._broadcaster.has_engines:
+            over_last = await self._weights.free_announced(self.progress.policy_version)
+        copied = await self._world.call(Rank.copy_weights, over_last=over_last)
+        self._announce(copied, probe, result, why)
 
     def _announce(
         self, copied: Copied, probe: Probe | None, result: StepResult | None = None, why: str = ""

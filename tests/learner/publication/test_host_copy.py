@@ -1,6 +1,7 @@
 """Weights on their way from the model to the host."""
 
 import asyncio
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from mmap import PAGESIZE
 
@@ -24,13 +25,13 @@ def trainer_of(family="qwen3", *, tied=False, dtype=torch.float32):
     return Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2), dtype=dtype)
 
 
-def taken(host, trainer):
-    return asyncio.run(arrived(host, trainer))
+def taken(host, trainer, **over):
+    return asyncio.run(arrived(host, trainer, **over))
 
 
-async def arrived(host, trainer):
+async def arrived(host, trainer, **over):
     with ThreadPoolExecutor(1) as thread:
-        return await (await copy_weights(host, trainer, thread)).arrived()
+        return await (await copy_weights(host, trainer, thread, **over)).arrived()
 
 
 def same(found, state):
@@ -88,6 +89,18 @@ def test_copies_take_turns_and_convert():
     assert same(second, {name: weight.bfloat16() for name, weight in trainer.export().items()})
     assert not same(second, before)
     assert taken(host, trainer) is first
+
+
+def test_a_copy_over_the_last_one_gives_the_memory_of_the_other_back():
+    trainer, host = trainer_of(), HostCopy(torch.float32)
+    old = weakref.ref(next(iter(taken(host, trainer).values())).words)
+    last = taken(host, trainer)
+    train(trainer)
+    assert host.can_overwrite
+    assert taken(host, trainer, over_last=True) is last
+    assert same(last, trainer.export())
+    assert old() is None
+    assert taken(host, trainer) is not last
 
 
 def test_training_waits_for_one_call_of_torch():

@@ -432,6 +432,28 @@ async def test_a_snapshot_of_which_nothing_is_gone_is_not_stored_again_at_once(b
         await wish(bus, "one", 1, timeout_s=0.3)
 
 
+async def test_weights_that_the_next_version_is_written_over_are_given_to_nobody(bus, served, tmp_path):
+    await publish(served, 0)
+    assert not await served.free_announced(1), "the delta to version 1 is made from them"
+    whole = make(bus, snapshot_every=1)
+    await whole.start(tmp_path)
+    assert not await whole.free_announced(0)
+    tensors = host_tensors(state(0))
+    await whole.publish(tensors, policy_version=0, stage="rl", trains_from=0)
+    assert not await whole.free_announced(0), "the same version again has its stage alone"
+    assert await whole.free_announced(1)
+    assert whole.announced() is None
+    before = whole.latest
+    await whole._answer(SnapshotWanted(incarnation="one", policy_version=0, reason="a test"))
+    await whole.snapshots_written()
+    assert whole.latest is before
+    tensors["a"].words[:] = host_tensors(state(1))["a"].words
+    manifest = await whole.publish(tensors, policy_version=1, stage="rl", trains_from=0)
+    assert same(await fetch_state(Blobs(bus), manifest), state(1))
+    assert not whole.alarm
+    assert whole.announced().policy_version == 1
+
+
 async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
     manifest = await publish(served, 0)
     await bus.delete("policy")
