@@ -14,6 +14,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from actors.engines.sglang.client.weight_labels import version_of, weights_label
 from actors.engines.sglang.in_server.sluice_changes import APPLY, apply_2
 from actors.engines.sglang.in_server.sluice_digests import EXPECT, expect_1
 from bus.errors import EngineError
@@ -243,7 +244,7 @@ class StandIn:
     def _updated(self, version: str | None) -> web.Response:
         if self.refuses_weights:
             return web.json_response({"success": False, "message": "out of memory"})
-        self.versions.append(version)
+        self.versions.append(version and str(version_of(version)))
         self.version = version or self.version
         return web.json_response({"success": True})
 
@@ -270,6 +271,7 @@ class StandIn:
             **self.work,
             "num_retractions": self.retractions,
             "finish_reason": {"type": end, "length": count},
+            "input_token_logprobs": [[None, TOKEN, None]],
             "output_token_logprobs": [[-1.0, TOKEN, None]] * count,
             "weight_version": self.version,
             "weight_versions": [{"version": self.version, "start": 0, "end": count}],
@@ -299,10 +301,10 @@ def answer(**meta):
         "meta_info": {
             "finish_reason": {"type": "length", "length": 3},
             "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-2.5, 7, None]],
-            "weight_version": "4",
+            "weight_version": weights_label(4),
             "weight_versions": [
-                {"version": "3", "start": 0, "end": 2},
-                {"version": "4", "start": 2, "end": 3},
+                {"version": weights_label(3), "start": 0, "end": 2},
+                {"version": weights_label(4), "start": 2, "end": 3},
             ],
             **meta,
         },

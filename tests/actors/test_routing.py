@@ -12,6 +12,7 @@ from actors.engines.expert_routing import Routing
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.client.answers import read_answer
 from actors.engines.sglang.client.request_bodies import request_body
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.engines.sglang.server.settings import server_settings
 from actors.episodes.episode import Episode
 from actors.policy.policy import Policy
@@ -38,7 +39,7 @@ def answer(routed: str | None, kind: str = "length") -> dict[str, object]:
     meta = {
         "finish_reason": {"type": kind},
         "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None]],
-        "weight_version": "4",
+        "weight_version": weights_label(4),
         "routed_experts": routed,
     }
     return {"output_ids": [5, 6], "meta_info": meta}

@@ -29,7 +29,7 @@ from actors.engines.sglang.client.client import AdapterMissingError, SglangClien
 from actors.engines.sglang.client.request_bodies import score_request
 from actors.engines.sglang.client.sent_images import SentImages
 from actors.engines.sglang.client.server_facts import ServerFacts
-from actors.engines.sglang.loaded_adapter import OtherWeightsError
+from actors.engines.sglang.client.weight_labels import OtherWeightsError
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress

@@ -5,11 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actors.engines.base import Generation
-from bus.errors import EngineError
-
-
-class OtherWeightsError(EngineError):
-    """The server has other frozen weights than it was given, nobody knows since when."""
+from actors.engines.sglang.client.weight_labels import OtherWeightsError
 
 
 @dataclass(frozen=True, slots=True)

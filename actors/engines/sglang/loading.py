@@ -12,6 +12,7 @@ from actors.engines.sglang.changes import takes_changes
 from actors.engines.sglang.client.client import SglangClient, TooSlowError, UnreachableError
 from actors.engines.sglang.client.server_facts import ServerFacts, drafts, own_draft
 from actors.engines.sglang.client.tensor_files import State
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.engines.sglang.server.gpu_count import replicas
 from actors.engines.sglang.weights import HeldWeights, buckets
 from actors.settings.engines import SglangEngineConfig, refuse_quantised
@@ -172,7 +173,7 @@ class Loading:
         if self._in_server != self.held.policy_version:
             return False
         try:
-            return await self._client.weight_version() == str(self._in_server)
+            return await self._client.weight_version() == weights_label(self.held.policy_version)
         except EngineError:  # the load will say why
             return False
 

@@ -3,7 +3,8 @@ The tokens of a stream that have come stay when the server dies."""
 
 import json
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from actors.engines.base import Generation, GenerationRequest, WorkCounts
 from actors.engines.expert_routing import Routing
+from actors.engines.sglang.client.weight_labels import version_of
 from bus.config import MOST_KEPT
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import shown_tokens
@@ -22,9 +24,24 @@ SETS, LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 Sets = list[NDArray[np.int32]]
 BAD_REQUEST = 400
 REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+NOT_JSON = (ValueError, RecursionError)
+"""What `json.loads` raises of bytes that are no JSON, or too deep."""
+_NOT_OF_SGLANG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer raises that has other parts, or parts of other types, than SGLang's."""
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _LAST = b"[DONE]"
+
+
+@contextmanager
+def reading(request: GenerationRequest) -> Iterator[None]:
+    """Inside, an answer that has not the form of SGLang's raises `EngineError`."""
+    try:
+        yield
+    except _NOT_OF_SGLANG as error:
+        raise EngineError(
+            f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
+        ) from error
 
 
 def read_kept(
@@ -84,20 +101,15 @@ def read_answer(
     Raises `EngineError` for an answer that cannot be a generation: log-probs that are not finite or not one
     for each token, versions that are none of ours, experts that are none of the model's, a finish reason that
     is an error; `RequestRefusedError` when the server says that it can never serve it."""
-    try:
+    with reading(request):
         meta = answer["meta_info"]
         tokens = np.array(answer["output_ids"], np.int32)
-        pairs = meta["output_token_logprobs"] or []
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(
-            f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
-        ) from error
-    _finish_reason(meta, request)
-    sets: Sets = []
-    logprobs = read_logprobs(pairs, tokens, request)
-    if request.sampling.records_kept:
-        sets, logprobs = read_kept(meta, tokens, logprobs, request)
-    return ended(meta, tokens, logprobs, request, routing, sets)
+        _finish_reason(meta, request)
+        sets: Sets = []
+        logprobs = read_logprobs(meta["output_token_logprobs"] or [], tokens, request)
+        if request.sampling.records_kept:
+            sets, logprobs = read_kept(meta, tokens, logprobs, request)
+        return ended(meta, tokens, logprobs, request, routing, sets)
 
 
 def ended(
@@ -106,12 +118,17 @@ def ended(
 ) -> Generation:  # fmt: skip
     """Return a generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
     reason = _finish_reason(meta, request)
-    read = meta.get("prompt_tokens")
-    if request.images and reason != "abort" and read != len(request.token_ids):
+    read, asked = meta.get("prompt_tokens"), len(request.token_ids)
+    if request.images and reason != "abort" and read != asked:
         raise RequestRefusedError(
             f"{_name(request)}: SGLang reads {read} tokens, and with its images they are "
-            f"{len(request.token_ids)}: its model directory needs the run's preprocessor_config.json, and "
+            f"{asked}: its model directory needs the run's preprocessor_config.json, and "
             "mm_process_config must not be set"
+        )
+    if reason != "abort" and read not in (None, asked):
+        raise RequestRefusedError(
+            f"{_name(request)}: SGLang read {read} of its {asked} tokens: the server must be started without "
+            "--allow-auto-truncate, which cuts a prompt that is too long for it"
         )
     if reason == "length" and len(tokens) and int(tokens[-1]) in request.sampling.stop_token_ids:
         reason = "stop"  # SGLang looks at the limit first: an answer that ends with its last token is whole
@@ -137,12 +154,7 @@ def work_of(meta: Mapping[str, Any]) -> WorkCounts:
 
 
 def _finish_reason(meta: Mapping[str, Any], request: GenerationRequest) -> FinishReason:
-    try:
-        finish = dict(meta["finish_reason"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(
-            f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
-        ) from error
+    finish = dict(meta["finish_reason"])
     if finish.get("status_code") == BAD_REQUEST:
         raise RequestRefusedError(f"{_name(request)}: {finish.get('message', finish)}")
     if finish.get("type") not in REASONS or finish.get("status_code"):
@@ -176,12 +188,7 @@ def read_logprobs(
 def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) -> list[float]:
     """Return the log-probs of the prompt's tokens but the first and those that stand for images. Raises
     `EngineError` for another answer."""
-    try:
-        pairs = answer["meta_info"]["input_token_logprobs"][1:]
-    except (KeyError, TypeError) as error:
-        raise EngineError(
-            f"{_name(request)}: the answer has no log-probs of the prompt: {error!r}"
-        ) from error
+    pairs = answer["meta_info"]["input_token_logprobs"][1:]
     asked = np.array(request.token_ids[1:])
     if request.images and len(pairs) == len(asked):
         text = ~shown_tokens(len(request.token_ids), request.images)[1:]
@@ -193,16 +200,12 @@ def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) 
 
 
 def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) -> np.ndarray:
-    """Return the version of each token: exact spans where the server reports them, else its one version."""
+    """Return the version of each token: exact spans where the server reports them, else its one version.
+    Raises `OtherWeightsError` for weights of another process."""
     whole: list[dict[str, Any]] = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
     versions = np.full(length, -1, np.int32)
     for span in meta.get("weight_versions") or whole:
-        try:
-            versions[span["start"] : span["end"]] = int(span["version"])
-        except (TypeError, ValueError) as error:
-            raise EngineError(
-                f"{_name(request)}: weights of version {span['version']!r} drew it, which is no policy's"
-            ) from error
+        versions[span["start"] : span["end"]] = version_of(span["version"])
     if (versions < 0).any():
         raise EngineError(f"{_name(request)}: some of its tokens are of no version: {meta}")
     return versions
@@ -264,11 +267,14 @@ class Streamed:
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         """Take the next piece, which may repeat tokens that came before. Raises EngineError for others."""
-        try:
-            tokens, meta = array("i", chunk["output_ids"]), dict(chunk["meta_info"])
-            total, pairs = int(meta["completion_tokens"]), list(meta.pop("output_token_logprobs") or [])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise EngineError(f"a piece of a stream is not one of SGLang's: {error!r}") from error
+        with reading(self._request):
+            self._add(chunk)
+
+    def _add(self, chunk: Mapping[str, Any]) -> None:
+        tokens, meta = array("i", chunk["output_ids"]), dict(chunk["meta_info"])
+        total, pairs = int(meta["completion_tokens"]), list(meta.pop("output_token_logprobs") or [])
+        if (label := meta.get("weight_version")) is not None:
+            version_of(label)
         begin = total - len(tokens)
         known = self._token_ids[max(0, begin) :]
         if not 0 <= begin <= len(self._token_ids) or known != tokens[: len(known)]:
@@ -288,7 +294,8 @@ class Streamed:
         """Return all of it, as `read_answer` makes it of an answer that comes at once. Raises as that
         does."""
         tokens, logprobs = np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
-        return ended(self._meta, tokens, logprobs, self._request, routing, self._sets)
+        with reading(self._request):
+            return ended(self._meta, tokens, logprobs, self._request, routing, self._sets)
 
     def weights_change(self) -> None:
         """Call it before they do: of tokens that come from now on nobody knows the version yet."""
@@ -317,7 +324,10 @@ async def read_events(content: AsyncIterable[bytes]) -> AsyncGenerator[dict[str,
             if event == _LAST:
                 return
             try:
-                yield json.loads(event)
-            except ValueError as error:
-                raise EngineError(f"a stream has {event[:100]!r} where JSON is expected") from error
+                said = json.loads(event)
+            except NOT_JSON:
+                said = None
+            if not isinstance(said, dict):
+                raise EngineError(f"a stream has {event[:100]!r} where a JSON object is expected")
+            yield said
         searched = max(0, len(held) - 1)

@@ -17,16 +17,19 @@ from actors.engines.base import Generation, GenerationRequest, WorkCounts
 from actors.engines.expert_routing import Routing
 from actors.engines.sglang.client.answers import (
     BAD_REQUEST,
+    NOT_JSON,
     Streamed,
     read_answer,
     read_events,
     read_prompt_logprobs,
+    reading,
     work_of,
 )
 from actors.engines.sglang.client.request_bodies import probe_body, request_body
 from actors.engines.sglang.client.sent_images import as_json
 from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.client.tensor_files import on_host, pickled
+from actors.engines.sglang.client.weight_labels import version_of, weights_label
 from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.in_server.sluice_digests import EXPECT
 from bus.errors import EngineError, RequestRefusedError, tells
@@ -164,16 +167,19 @@ class SglangClient:
         else:
             await self._stream("/generate", body, streamed, timeout_s)
             generation, meta = streamed.generation(routing), streamed.meta
-        self.work_counts = self.work_counts.plus(work_of(meta))
+        with reading(request):
+            self.work_counts = self.work_counts.plus(work_of(meta))
         return generation, meta
 
     async def score(self, request: GenerationRequest, *, timeout_s: float, adapter: str = "") -> list[float]:
         """Return the nats of a prompt's tokens but the first and those of images; nothing is used that the
-        server has cached, of prefixes or of images."""
+        server has cached, of prefixes or of images. Raises `OtherWeightsError` for weights of others."""
         rid = f"score-{uuid.uuid4().hex}"
         body = {**request_body(request, rid=rid, salt=rid, adapter=adapter), "logprob_start_len": 0}
         answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
-        return read_prompt_logprobs(answer, request)
+        with reading(request):
+            version_of(answer["meta_info"]["weight_version"])
+            return read_prompt_logprobs(answer, request)
 
     async def loads(self, *, timeout_s: float) -> Json:
         return await self._call("GET", "/v1/loads", timeout_s=timeout_s)
@@ -371,6 +377,7 @@ class SglangClient:
         ):
             async for chunk in chunks:
                 if said := chunk.get("error"):
+                    said = said if isinstance(said, dict) else {"message": said}
                     failure = RequestRefusedError if said.get("code") == BAD_REQUEST else EngineError
                     raise failure(f"{self.url}{path}: {said.get('message', said)}")
                 streamed.add(chunk)
@@ -387,7 +394,7 @@ class SglangClient:
             data = await response.read()
         try:
             answer = json.loads(data)
-        except ValueError:
+        except NOT_JSON:
             return {}
         return answer if isinstance(answer, dict) else {}
 
@@ -433,7 +440,7 @@ async def facts_at(url: str) -> ServerFacts:
 def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:
     """Return what every update says; of several parts the last sets the version."""
     return {
-        "weight_version": str(policy_version) if last else None,
+        "weight_version": weights_label(policy_version) if last else None,
         "flush_cache": flush and last,
         "abort_all_requests": False,  # in flight they stay
     }

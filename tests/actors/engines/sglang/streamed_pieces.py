@@ -1,5 +1,7 @@
 """Pieces of an answer as SGLang streams them."""
 
+from actors.engines.sglang.client.weight_labels import weights_label
+
 
 def piece(begin: int, end: int, **meta) -> dict[str, object]:
     """Tokens begin to end of the sequence 100, 101, ..., as 0.5.23 streams them."""
@@ -10,5 +12,8 @@ def piece(begin: int, end: int, **meta) -> dict[str, object]:
 
 END = {
     "finish_reason": {"type": "length"},
-    "weight_versions": [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 6}],
+    "weight_versions": [
+        {"version": weights_label(7), "start": 0, "end": 3},
+        {"version": weights_label(8), "start": 3, "end": 6},
+    ],
 }

@@ -12,6 +12,7 @@ import torch
 
 from actors.engines.announced_version import Published
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server import server as servers
 from actors.settings.engines import SglangEngineConfig
@@ -265,7 +266,7 @@ async def test_the_learner_sends_weights_while_generations_are_in_flight(
         before = recomputed(FIRST, PROMPT, generation)[:old]
         np.testing.assert_allclose(generation.logprobs[:old], before, atol=1e-5)
     sent = await engine.checksums()
-    assert (await engine._client.weight_version(), cluster.fetched) == ("2", 0)
+    assert (await engine._client.weight_version(), cluster.fetched) == (weights_label(2), 0)
     await engine.load_published(cluster.announce(FIRST, 3))
     assert await engine.checksums() == first
     await engine.load_weights(SECOND.state_dict(), 4)  # by files

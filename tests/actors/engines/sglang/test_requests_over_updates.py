@@ -7,6 +7,7 @@ import pytest
 
 from actors.engines.sglang.client.answers import Streamed
 from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.engines.sglang.engine import load_paused
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
@@ -77,7 +78,10 @@ async def test_a_request_that_waits_is_ended_before_the_server_takes_weights(pau
 async def test_tokens_after_an_update_say_whose_keys_and_values_they_looked_at(
     stand_in, attach, pause, keeps, monkeypatch
 ):
-    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    spans = [
+        {"version": weights_label(3), "start": 0, "end": 2},
+        {"version": weights_label(4), "start": 2, "end": 5},
+    ]
     generated = stand_in._generated
 
     def straddling(count, end="length"):

@@ -16,6 +16,7 @@ from actors.engines.sglang.client.answers import read_answer
 from actors.engines.sglang.client.request_bodies import request_body
 from actors.engines.sglang.client.sent_images import SentImages, as_json
 from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import ConfigError, RequestRefusedError
 from storage.images.encoded import decoded
@@ -123,8 +124,8 @@ async def test_a_model_of_text_is_sent_no_images(directory, model_dir):
 def test_an_answer_to_a_prompt_of_other_tokens_is_refused(directory):
     request = asked(directory, "r", image_part(picture(16, 24)), TEXT)
     meta = {
-        "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 5]], "weight_version": "0",
-        "prompt_tokens": len(request.token_ids),
+        "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 5]],
+        "weight_version": weights_label(0), "prompt_tokens": len(request.token_ids),
     }  # fmt: skip
     assert read_answer({"output_ids": [5], "meta_info": meta}, request).token_ids.tolist() == [5]
     other = {"output_ids": [5], "meta_info": {**meta, "prompt_tokens": 3}}

@@ -11,6 +11,7 @@ from actors.engines.base import InterruptedGenerationError
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.adapters import serving, with_fused_layers
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
@@ -238,7 +239,7 @@ async def test_tokens_that_other_frozen_weights_drew_are_of_no_version(server, a
     engine = attach(stream_interval=2)
     await engine.start()
     await engine.load_weights(BASE | adapter(0.0), 3)
-    server.version = "9"
+    server.version = weights_label(9)
     server.pieces = [piece(server)]
     with pytest.raises(
         InterruptedGenerationError, match=r"weights of version 9, and those of .* ver"

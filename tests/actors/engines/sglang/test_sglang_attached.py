@@ -7,13 +7,15 @@ import time
 import pytest
 import torch
 
+from actors.engines.base import InterruptedGenerationError
 from actors.engines.sglang.client import cache_loads
 from actors.engines.sglang.client.client import SglangClient
+from actors.engines.sglang.client.weight_labels import OtherWeightsError, weights_label
 from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
 from bus.errors import ConfigError, EngineError
-from tests.actors.sglang_stand_in import STATE, TIMEOUT_S, has_failed
+from tests.actors.sglang_stand_in import STATE, TIMEOUT_S, TOKEN, has_failed
 from tests.actors.tiny import request
 
 
@@ -32,6 +34,21 @@ async def test_a_server_that_hangs_fails_what_is_in_flight_and_the_engine_for_go
     await has_failed(engine)
     server.running.set()
     await engine.close()
+
+
+@pytest.mark.parametrize("label", ["0.another", "default"])
+async def test_an_engine_ends_whose_server_has_weights_that_it_did_not_give_it(server, attach, label):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(STATE, 0)
+    assert await engine.score([[TOKEN]]) == [[]]
+    server.version = label
+    with pytest.raises(OtherWeightsError, match="one actor of one run"):
+        await engine.score([[TOKEN]])
+    with pytest.raises(InterruptedGenerationError, match="one actor of one run") as raised:
+        await engine.generate(request("r", [1]))
+    assert not len(raised.value.partial.token_ids)
+    await has_failed(engine)
 
 
 async def test_a_server_that_does_not_take_weights_fails_the_engine(server, attach):
@@ -306,7 +323,7 @@ def test_loads_that_say_nothing_of_use_are_none(said):
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
 async def test_a_body_larger_than_a_mebibyte_is_sent_in_pieces(server):
-    client, server.version = SglangClient.connect(server.url), "0"
+    client, server.version = SglangClient.connect(server.url), weights_label(0)
     try:
         await client.generate(request("r", [123_456] * 200_000), rid="r", salt="", timeout_s=TIMEOUT_S)
     finally:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from actors.engines.sglang import weights as sglang_weights
 from actors.engines.sglang.client.answers import read_answer, read_prompt_logprobs
 from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.weight_labels import OtherWeightsError, weights_label
 from actors.engines.sglang.server import settings as sglang_settings
 from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus
 from actors.engines.sglang.server.launcher import _flags
@@ -24,6 +25,8 @@ from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import answer
 from tests.actors.tiny import request
+
+NOT_SGLANGS = "the answer is not one of SGLang's"
 
 
 def test_tokens_logprobs_and_versions_are_read():
@@ -59,13 +62,19 @@ def test_without_spans_all_tokens_are_of_the_one_version():
             {"output_token_logprobs": [[-0.5, 5, None], [-1.5, 9, None], [-2.5, 7, None]]},
             "of other tokens than those returned: token 1 of 3 is 6, and the log-prob is of 9",
         ),
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "weights of version 'default'"),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "of no version"),
+        ({"weight_versions": [{"version": weights_label(3), "start": 0, "end": 2}]}, "of no version"),
+        ({"weight_versions": [{"version": weights_label(2**31), "start": 0, "end": 3}]}, NOT_SGLANGS),
+        ({"weight_versions": [{"start": 0, "end": 3}]}, NOT_SGLANGS),
+        ({"weight_versions": {"version": "3"}}, NOT_SGLANGS),
+        ({"output_token_logprobs": [-0.5, -1.5, -2.5]}, NOT_SGLANGS),
+        ({"output_token_logprobs": [[], [], []]}, NOT_SGLANGS),
+        ({"finish_reason": {"type": []}}, NOT_SGLANGS),
+        ({"prompt_tokens": 0}, "SGLang read 0 of its 1 tokens: .*--allow-auto-truncate"),
         (
             {"finish_reason": {"type": "abort", "status_code": 500, "message": "out of memory"}},
             "out of memory",
         ),
-        ({"finish_reason": None}, "not one of SGLang's"),
+        ({"finish_reason": None}, NOT_SGLANGS),
     ],
 )
 def test_an_answer_that_cannot_be_a_generation_is_an_error(meta, says):
@@ -84,8 +93,16 @@ def test_log_probs_of_a_prompt_are_read_though_the_last_id_of_the_vocabulary_com
 
 
 def test_an_answer_of_something_else_is_an_error():
-    with pytest.raises(EngineError, match="not one of SGLang's /generate"):
-        read_answer({"choices": []}, request("r", [1]))
+    for other in ({"choices": []}, {**answer(), "output_ids": [5, 6, 2**31]}):
+        with pytest.raises(EngineError, match=NOT_SGLANGS):
+            read_answer(other, request("r", [1]))
+
+
+@pytest.mark.parametrize("label", ["default", "-1", "3", "3.another"])
+def test_tokens_of_weights_that_another_process_gave_the_server_are_of_no_version(label):
+    spans = [{"version": label, "start": 0, "end": 3}]
+    with pytest.raises(OtherWeightsError, match=f"weights '{label}', which are not of this actor"):
+        read_answer(answer(weight_versions=spans), request("r", [1]))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from actors.engines.embedded.prepared_weights import without_quantisation
 from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.weight_labels import weights_label
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.loading import Loading
@@ -55,7 +56,7 @@ class Taking:
         self.seen = []
 
     async def weight_version(self):
-        return str(self.version)
+        return weights_label(self.version)
 
     async def load_files(self, directory, policy_version, **_):
         self.version = policy_version

@@ -76,13 +76,13 @@ def test_tokens_that_came_after_weights_changed_are_not_kept_as_their_version_is
         piece(4, 5, output_token_logprobs=[[None, 104, None]]),
         piece(4, 5, output_token_logprobs=[[-1.0, 105, None]]),
         piece(4, 6, output_token_logprobs=[[-1.0, 104, None]]),
+        piece(4, 5, weight_version="7.another"),
     ],
 )
 def test_a_piece_that_does_not_follow_is_an_error_and_changes_nothing(wrong):
     made = streamed(piece(0, 4))
-    with pytest.raises(
-        EngineError, match=r"do not follow|not one of SGLang's|is nan|of other tokens|1 log-probs"
-    ):
+    said = "do not follow|not one of SGLang's|is nan|of other tokens|1 log-probs|not of this actor"
+    with pytest.raises(EngineError, match=said):
         made.add(wrong)
     assert made.kept().token_ids.tolist() == [100, 101, 102, 103]
 
@@ -100,9 +100,10 @@ async def test_events_are_read_however_they_are_cut(size):
         assert [found async for found in read_events(arriving(data + end, size))] == objects
 
 
-async def test_events_that_are_no_json_are_an_error():
-    with pytest.raises(EngineError, match="where JSON is expected"):
-        async for _ in read_events(arriving(b"<html>\n\n", 4)):
+@pytest.mark.parametrize("data", [b"<html>", b"[" * 200_000, b"data: 7", b"data: []"])
+async def test_events_that_are_no_json_objects_are_an_error(data):
+    with pytest.raises(EngineError, match="where a JSON object is expected"):
+        async for _ in read_events(arriving(data + b"\n\n", 100_000)):
             pass
 
 
