@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from bus.errors import EngineError, RequestRefusedError
+from bus.trajectory import LARGEST_LOGPROB
 from learner.data.top_tokens import NO_TOKEN
 
 BAD_REQUEST = 400
@@ -72,9 +73,10 @@ def read_entries(raw: bytes, token_ids: Sequence[int], *, with_tops: bool) -> tu
 
 
 def read_logprobs(entries: Entries) -> NDArray[np.float32]:
-    """Return the log-probs of these entries, float32 [N]. Raises `EngineError` for NaN and infinity."""
+    """Return the log-probs of these entries, float32 [N]. Raises `EngineError` for NaN, infinity and
+    probabilities above 1."""
     logprobs = np.array([entry[0] for entry in entries], np.float32)  # None becomes NaN
-    wrong = np.flatnonzero(~np.isfinite(logprobs))
+    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)))
     if len(wrong):
         raise EngineError(
             f"log-prob {wrong[0]} of {len(logprobs)} is {logprobs[wrong[0]]}: are the server's weights "

@@ -11,7 +11,7 @@ import structlog
 from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
 from actors.engines.continued_generation import joined, next_piece
 from bus.errors import EngineError
-from bus.trajectory import FinishReason
+from bus.trajectory import LARGEST_LOGPROB, SMALLEST_LOGPROB, FinishReason
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Member
@@ -121,6 +121,13 @@ def sound(request: GenerationRequest, generation: Generation) -> Generation:
             f"{request.request_id}: {lengths} tokens, log-probs and versions, where "
             f"{request.sampling.max_new_tokens} at most were asked for"
         )
-    if not np.isfinite(generation.logprobs).all():
-        raise EngineError(f"{request.request_id}: a log-prob is not finite")
+    least, most = SMALLEST_LOGPROB, LARGEST_LOGPROB
+    within = (generation.logprobs >= least) & (generation.logprobs <= most)  # NaN is not
+    if not within.all():
+        raise EngineError(
+            f"{request.request_id}: a log-prob is {generation.logprobs[~within][0]}, but no engine can have "
+            f"drawn a token outside of {least:g} to 0 nats"
+        )
+    if (generation.token_ids < 0).any():
+        raise EngineError(f"{request.request_id}: a token id is {generation.token_ids.min()}")
     return generation

@@ -201,6 +201,9 @@ WRONG = {
     "infinity": (
         lambda meta: meta["input_token_logprobs"][-1].__setitem__(0, -np.inf), "is -inf: are the server"
     ),
+    "a probability above 1": (
+        lambda meta: meta["input_token_logprobs"][-1].__setitem__(0, 0.5), "is 0.5: are the server"
+    ),
     "other tokens": (
         lambda meta: meta["input_token_logprobs"][1].__setitem__(1, 1 + VOCAB), f"{1 + VOCAB} instead of"
     ),

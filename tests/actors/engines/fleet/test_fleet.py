@@ -1,7 +1,9 @@
 """Many engines behind one: places, failures and partial rollouts, on a virtual clock."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from actors.engines.fleet.fleet import Fleet
@@ -248,6 +250,24 @@ async def test_what_is_no_generation_is_tried_again_at_an_engine_that_is_well():
         is_right(await task, new=3)
         assert len(engine.requests) == 2
         assert yard.all() == [engine]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"token_ids": [-1]}, *({"logprobs": [nats]} for nats in (0.5, -2e4, -np.inf, np.nan))]
+)
+@virtual
+async def test_tokens_that_no_engine_can_have_drawn_are_drawn_again(wrong):
+    async with Yard(1) as yard:
+        engine, generate = yard.engine("e0"), yard.engine("e0").generate
+
+        async def forged(request):
+            engine.generate = generate
+            drawn = await generate(request)
+            return replace(drawn, **{name: np.array(values) for name, values in wrong.items()})
+
+        engine.generate = forged
+        is_right(await yard.ask("a", new=1), new=1)
+        assert len(engine.requests) == 2
 
 
 @virtual
