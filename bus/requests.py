@@ -1,6 +1,7 @@
 """Requests between processes, and their answers: over core NATS, never stored. See also `messages.py`."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -110,6 +111,10 @@ class GroupRef(Message, tag="group_ref"):
     images: ImageCount = NO_IMAGES
     """What its trained trajectories show, if that was counted."""
 
+    def check(self) -> None:
+        if not 0 < self.weight < inf:  # also refuses NaN
+            raise SchemaError(f"the group of lease {self.lease_id} has weight {self.weight}, not above 0")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLease(Message, tag="batch_lease"):
@@ -119,6 +124,10 @@ class BatchLease(Message, tag="batch_lease"):
     groups: tuple[GroupRef, ...]
     given_to: str = ""
     """Incarnation of the learner; each rank has a `ReplayReader` of its own."""
+
+    def check(self) -> None:
+        if len({group.lease_id for group in self.groups}) < len(self.groups):
+            raise SchemaError(f"step {self.step} has a group more than once")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,7 @@ class ReplayReader:
                     subject, request, BatchLease, Waiting, timeout_s=ANSWER_TIMEOUT_S
                 )
                 if isinstance(answer, BatchLease):
-                    return answer
+                    return self._own(answer, step)
                 if isinstance(answer, Waiting):
                     on_wait(answer.alarm or answer.reason)
                     if answer.alarm and answer.alarm != alarm:
@@ -95,6 +95,15 @@ class ReplayReader:
                 self._raise_if_late(error, heard)
                 on_wait(f"storage does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
+
+    def _own(self, lease: BatchLease, step: int) -> BatchLease:
+        """Return what was asked for. Raises `BusError` for the groups of another step or learner."""
+        if (lease.step, lease.given_to) != (step, self._incarnation):
+            raise BusError(
+                f"storage was asked for step {step} by {self._incarnation!r} and gives step {lease.step} to "
+                f"{lease.given_to!r}"
+            )
+        return lease
 
     async def fetch(
         self, refs: Sequence[GroupRef], *, on_wait: Callable[[str], None] = _unheard

@@ -1,12 +1,14 @@
 """The learner's reader against storage on a real bus, which comes and goes."""
 
 import asyncio
+from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
 from bus.codec import encode
 from bus.errors import BusAwayError, BusError, FencedError, StorageError
-from bus.requests import BatchRequest, Done
+from bus.requests import BatchLease, BatchRequest, Done, GroupRef
 from storage.client import reader as reader_module
 from storage.client.reader import ReplayReader
 from tests.factories import make_trajectory
@@ -134,6 +136,30 @@ async def test_silence_is_borne_for_its_limit_in_time_not_in_attempts(bus, monke
     assert len(heard) > 3
     with pytest.raises(BusAwayError, match="nobody serves"):
         await ReplayReader(bus, "a").committed(1)
+
+
+async def test_what_is_no_batch_of_this_step_and_learner_is_asked_for_again(bus, monkeypatch):
+    ours = BatchLease(step=1, groups=(GroupRef(lease_id=3, shard=0),), given_to="a")
+    [group] = ours.groups
+    answers = [
+        replace(ours, step=2),
+        replace(ours, given_to="b"),
+        replace(ours, groups=(group, group)),
+        *(replace(ours, groups=(replace(group, weight=weight),)) for weight in (nan, inf, 0.0, -1.0)),
+        ours,
+    ]
+    coming, heard = iter(answers), Heard()
+
+    async def answer(_: BatchRequest) -> list[BatchLease]:
+        return [next(coming)]
+
+    monkeypatch.setattr(reader_module, "RETRY_S", 0.0)
+    await bus.serve(bus.subject("rpc", "batch"), BatchRequest, answer)
+    async with asyncio.timeout(60):
+        assert await ReplayReader(bus, "a").lease(1, 0, on_wait=heard.append) == ours
+    assert len(heard) == len(answers) - 1
+    for said in ("by 'a' and gives step 2", "to 'b'", "has weight nan", "a group more than once"):
+        assert heard.of(said)
 
 
 async def test_a_refusal_is_believed_long_before_a_silence(bus, monkeypatch):
