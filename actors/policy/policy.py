@@ -43,9 +43,9 @@ class Policy:
     Any other chat starts a new trajectory: of a second agent, of a rewritten history, or forked from an
     earlier one where it departs. Sampled tokens are never re-tokenised. Each call may have an `agent`, a
     `sampling` of its own (`dataclasses.replace(policy.sampling, temperature=0.5)`) and say that it is not
-    `trainable`, as that of a frozen opponent or a judge. Greedy turns (temperature 0) are recorded, but not
-    trained: log-probs of a choice are not those of a distribution that was sampled.
-    `masking` says which tokens of older versions are not trained on.
+    `trainable`, as that of a frozen opponent or a judge. Greedy turns (temperature below 0.01) are recorded,
+    but not trained: log-probs of a choice are not those of a distribution that was sampled. `masking` says
+    which tokens of older versions are not trained on.
     `others` are the engines of other policies: a call for one that is frozen is not trained. With
     `routed_experts` the engine is asked where it sent the tokens, once for each token. `tool_calls` is how
     the model writes tool calls, "auto" what the chat template shows. `images` are those that the model reads,

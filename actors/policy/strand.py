@@ -10,6 +10,7 @@ import numpy as np
 from actors.engines.base import Generation, Sampling
 from actors.episodes.episode import AgentTrajectory, Fork
 from actors.policy.conversation import Conversation
+from actors.settings.actors import LEAST_TEMPERATURE
 from bus.errors import EngineError
 from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
@@ -31,7 +32,7 @@ class Call:
 
     @property
     def is_trained(self) -> bool:
-        return self.trainable and self.sampling.temperature > 0
+        return self.trainable and self.sampling.temperature >= LEAST_TEMPERATURE
 
 
 @dataclass(slots=True)

@@ -25,10 +25,15 @@ REST_S = 90.0
 """Longest time to pause, continue and end a SGLang server, besides starting it or loading weights."""
 
 
+LEAST_TEMPERATURE = 0.01
+"""Smallest temperature that is trained: gradients grow with 1 / temperature, and below 1e-6 SGLang takes the
+likeliest token and reports log-probs at 1."""
+
+
 class SamplingConfig(Config):
     """How rollouts sample tokens."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=LEAST_TEMPERATURE)
     """Divisor of logits before the softmax; the learner's log-probs use the same value."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Probability mass of the likeliest tokens that are kept; 1 keeps all, as the learner assumes."""

@@ -169,17 +169,18 @@ async def test_each_turn_is_recorded_with_the_sampling_that_it_was_asked_for(scr
     assert (trajectory.end, trajectory.reward_components) == ("turn_limit", {"format": 0.5})
 
 
-async def test_greedy_turns_and_frozen_agents_are_recorded_but_not_trained(scripted):
+@pytest.mark.parametrize("temperature", [0.0, 0.009])
+async def test_greedy_turns_and_frozen_agents_are_recorded_but_not_trained(scripted, temperature):
     policy, _ = scripted("ab<|end|>", "cd<|end|>", "ef<|end|>")
     first = await policy.generate([10])
-    greedy = replace(policy.sampling, temperature=0.0)
+    greedy = replace(policy.sampling, temperature=temperature)
     await policy.generate([10, *first.token_ids.tolist()], sampling=greedy)
     await policy.generate([20], agent="judge", trainable=False)
     solver, judge = policy.trajectories(1.0)
     assert solver.loss_mask.tolist() == [False, True, True, True, False, False, False]
     assert solver.policy_versions.tolist() == [-1, 2, 2, 2, 2, 2, 2]
     assert (solver.behaviour_logprobs[1:] < 0).all()
-    assert [turn.temperature for turn in solver.turns] == [1.0, 0.0]
+    assert [turn.temperature for turn in solver.turns] == [1.0, temperature]
     assert (solver.trainable, judge.trainable) == (True, False)
     assert not judge.loss_mask.any()
     assert judge.policy_versions.tolist() == [-1, 2, 2, 2]
