@@ -1,6 +1,7 @@
 """The only module that imports megatron-core, which is untyped and has to be adapted first."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,20 @@ if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that me
     for module in (param_and_grad_buffer, tensor_parallel.layers, tensor_parallel.mappings):
         module.dist_reduce_scatter_func = dist.reduce_scatter_single
         module.dist_all_gather_func = dist.all_gather_single
+
+
+def _unless_alone(
+    collective: Callable[..., Any], output: Tensor, source: Tensor, *, group: dist.ProcessGroup,
+    **others: Any,
+) -> Any:  # fmt: skip
+    """Exchange nothing in a group of one rank: gloo would copy all gradients, or all weights, twice."""
+    if group.size() == 1 and output.data_ptr() == source.data_ptr():
+        return None
+    return collective(output, source, group=group, **others)
+
+
+for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+    setattr(param_and_grad_buffer, name, partial(_unless_alone, getattr(param_and_grad_buffer, name)))
 
 
 def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist.ProcessGroup:
