@@ -134,15 +134,12 @@ class WeightPublisher:
 
     async def free_announced(self, policy_version: int) -> bool:
         """Let the weights of this version be written over those announced last, if it is published whole and
-        no snapshot is being written; return whether they may be."""
+        no snapshot is being written; return whether they may be. The same version has the same weights."""
         async with self._one:
             base = self._weights
-            self._overwritten = (
-                base is not None
-                and policy_version > base.policy_version
-                and self._is_whole(policy_version)
-                and not self._snapshots.busy
-            )
+            if base is None or policy_version == base.policy_version:
+                return base is not None
+            self._overwritten = self._is_whole(policy_version) and not self._snapshots.busy
             return self._overwritten
 
     async def start(

@@ -437,10 +437,11 @@ async def test_weights_that_the_next_version_is_written_over_are_given_to_nobody
     assert not await served.free_announced(1), "the delta to version 1 is made from them"
     whole = make(bus, snapshot_every=1)
     await whole.start(tmp_path)
-    assert not await whole.free_announced(0)
+    assert not await whole.free_announced(0), "nothing is announced"
     tensors = host_tensors(state(0))
     await whole.publish(tensors, policy_version=0, stage="rl", trains_from=0)
-    assert not await whole.free_announced(0), "the same version again has its stage alone"
+    assert await whole.free_announced(0), "the same version has the same weights"
+    assert whole.announced().policy_version == 0
     assert await whole.free_announced(1)
     assert whole.announced() is None
     before = whole.latest
