@@ -1,7 +1,7 @@
 """A rank of a server as SGLang has them: it meets the learner in a group and takes what that broadcasts.
 
-Run as a process it can be killed. The body of a join is the first line of its standard input; each further
-one is that of an update."""
+Run as a process it can be killed. It says when it is up, which takes seconds. The body of a join is the first
+line of its standard input; each further one is that of an update."""
 
 import json
 import sys
@@ -34,11 +34,15 @@ class GlooRank:
         return received
 
 
-if __name__ == "__main__":
-    rank = GlooRank(json.loads(sys.stdin.readline()))
-    sys.stdout.write("joined\n")
+def say(word):
+    sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    say("up")
+    rank = GlooRank(json.loads(sys.stdin.readline()))
+    say("joined")
     for line in sys.stdin:
         rank.receive(json.loads(line))
-        sys.stdout.write("received\n")
-        sys.stdout.flush()
+        say("received")

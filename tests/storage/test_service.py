@@ -109,14 +109,14 @@ async def test_the_role_is_renewed_while_a_large_ledger_is_opened(bus: Bus, tmp_
 
     def slowly(path: Path) -> Ledger:
         looked = asyncio.run_coroutine_threadsafe(bus.get("role.dispatcher", RoleHolder), loop)
-        seen.append(looked.result(timeout=10))  # only a loop that is free can answer
+        seen.append(looked.result(timeout=60))  # only a loop that is free can answer
         opening.set()
         return opened(path)
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(Ledger, "open", slowly)
     async with storage(bus, settings):
-        assert await asyncio.to_thread(opening.wait, 20)
+        assert await asyncio.to_thread(opening.wait, 60)
     assert seen != [None]
 
 
@@ -125,10 +125,10 @@ async def test_storage_is_ready_once_its_dispatcher_and_shards_answer(bus: Bus, 
         async with storage(bus, make_settings(tmp_path, "sort 21")), asyncio.timeout(60):
             await until(lambda: any(line["event"] == "storage_ready" for line in said))
             request = StepGroupsRequest(step=0)
-            await bus.request(bus.subject("rpc", "step_groups"), request, StepGroups, timeout_s=1)
+            await bus.request(bus.subject("rpc", "step_groups"), request, StepGroups, timeout_s=20)
             for shard in (0, 1):
                 asked = StoredRequest(after=0)
-                await bus.request(bus.subject("rpc", "stored", shard), asked, StoredGroups, timeout_s=1)
+                await bus.request(bus.subject("rpc", "stored", shard), asked, StoredGroups, timeout_s=20)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "counters.jsonl"])

@@ -210,7 +210,7 @@ async def test_an_actor_whose_engines_are_lost_keeps_the_turns_that_it_had(bus, 
         await until(lambda: len(environment.in_between) == 2)
         engine.generate = lost
         environment.gate.set()
-        await asyncio.wait([task], timeout=20)
+        await asyncio.wait([task], timeout=60)
         assert task.exception().subgroup(EngineLostError)
         await until(lambda: [turn.rollout for turn in storage.stores[0].turns.of(0)] == [0, 1])
 
@@ -233,7 +233,7 @@ async def test_lost_engines_cost_no_turns_of_a_lease_beside_one_without_any(bus,
         environment.entrance.set()
         if at_once:
             environment.gate.set()
-        await asyncio.wait([task], timeout=20)
+        await asyncio.wait([task], timeout=60)
         assert task.exception().subgroup(EngineLostError)
         assert [turn.rollout for turn in storage.stores[0].turns.of(0)] == [0, 1]
 
@@ -253,7 +253,7 @@ async def test_a_bus_that_takes_nothing_does_not_hold_up_an_actor_without_engine
         await bus.js.delete_stream(bus.topology.stream("TRAJECTORIES"))
         engine.generate = lost
         environment.gate.set()
-        await asyncio.wait([task], timeout=10)
+        await asyncio.wait([task], timeout=60)
     assert task.exception().subgroup(EngineLostError)
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
     assert warnings == ["siblings_not_handed_on", "turns_not_kept"]

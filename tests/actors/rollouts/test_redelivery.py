@@ -320,7 +320,7 @@ async def test_actors_that_stop_kindly_accuse_no_prompt(bus, engine, tmp_path, m
         await LearnerStandIn(bus).publish(0)
         inbox = Inbox(bus, "TASKS", "rollout")
         for _ in range(8):
-            [raw] = await inbox.take(1)
+            [raw] = await inbox.take(1, 20.0)
             await raw.nak()
         async with at_work(make_worker(bus, engine, Scripted())):
             assert await LearnerStandIn(bus).batch(1) == [0]
@@ -333,7 +333,7 @@ async def handed_back(bus: Bus, count: int, times: int) -> None:
     """Deliver `count` leases and return them, as actors do that are stopped, `times` over."""
     inbox = Inbox(bus, "TASKS", "rollout")
     for _ in range(times * count):
-        [raw] = await inbox.take(1)
+        [raw] = await inbox.take(1, 20.0)
         await raw.nak()
 
 
@@ -380,7 +380,7 @@ async def test_a_lease_that_is_settled_when_it_comes_back_costs_nothing(bus, eng
     environment = Scripted()
     async with serving(bus, tmp_path, ONE_GROUP) as storage:
         await LearnerStandIn(bus).publish(0)
-        [raw] = await Inbox(bus, "TASKS", "rollout").take(1)
+        [raw] = await Inbox(bus, "TASKS", "rollout").take(1, 20.0)
         await send(bus, *(make_trajectory(0, n, group_size=3) for n in range(3)))
         await until(lambda: 0 in storage.ledger.stored)
         await raw.nak()
@@ -392,7 +392,7 @@ async def test_a_lease_that_is_settled_when_it_comes_back_costs_nothing(bus, eng
 async def test_a_lease_that_nobody_can_read_is_refunded_and_another_takes_its_place(bus, engine, tmp_path):
     async with serving(bus, tmp_path, ONE_GROUP) as storage:
         await LearnerStandIn(bus).publish(0)
-        [raw] = await Inbox(bus, "TASKS", "rollout").take(1)
+        [raw] = await Inbox(bus, "TASKS", "rollout").take(1, 20.0)
         await raw.ack()
         await bus.js.publish(raw.subject, b"garbage")
         async with at_work(make_worker(bus, engine, Scripted())):

@@ -418,12 +418,16 @@ async def test_an_engine_that_does_not_take_what_it_asked_for_holds_up_no_other_
 class KilledEngine:
     """An engine whose one rank is a process, which is killed in the end."""
 
-    async def join(self, published):
-        """Ask for a version in a group, and join that."""
-        self.offer = await published.offered("", ranks=1, device="cpu")
+    async def start(self):
+        """Start its rank, which takes longer than a group may wait for one."""
         self._rank = await asyncio.create_subprocess_exec(
             sys.executable, gloo_rank.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
+        assert await self._line() == b"up\n"
+
+    async def join(self, published):
+        """Ask for a version in a group, and join that."""
+        self.offer = await published.offered("", ranks=1, device="cpu")
         [first, *_] = self.offer
         body = {
             "group_name": first.group,
@@ -452,6 +456,9 @@ class KilledEngine:
 
     async def _says(self, body):
         self._rank.stdin.write(json.dumps(body).encode() + b"\n")
+        return await self._line()
+
+    async def _line(self):
         return await asyncio.wait_for(self._rank.stdout.readline(), TIMEOUT_S)
 
 
@@ -459,6 +466,7 @@ class KilledEngine:
 async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(learner):
     learner.rows = MORE_THAN_SOCKETS_BUFFER
     published, engine = learner.announce(0), KilledEngine()
+    await engine.start()
     await engine.join(published)
     await engine.die_in_mid_broadcast(published)
     await learner.none_is_left()
@@ -524,6 +532,7 @@ async def test_an_engine_that_dies_leaves_the_others_of_its_group_whole_versions
         for engine, server in ((one, first), (two, second)):
             server.joins_within_s = 20.0  # a rank that waits for one which failed itself hears nothing sooner
             await engine.start()
+        await three.start()
         await load(0, takes)
         assert first.said.count("init_weights_update_group") == 1
         await load(1, dies)

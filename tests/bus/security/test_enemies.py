@@ -290,7 +290,7 @@ async def test_no_role_makes_a_message_of_another_a_duplicate(keys: SecureDirect
         for _ in range(2):
             await publisher.publish(judge.subject("outcomes", "rewards", 1), b"reward", message_id="reward-1")
         assert (publisher.counts.stored, publisher.counts.duplicates) == (1, 1)
-        [reward] = await Inbox(storage, "OUTCOMES", "rewards-1").take(1, 5.0)
+        [reward] = await Inbox(storage, "OUTCOMES", "rewards-1").take(1, 20.0)
         assert reward.data == b"reward"
 
 

@@ -188,7 +188,7 @@ async def test_nobody_gets_in_without_a_key(keys: SecureDirectory):
 
     with pytest.raises((nats.errors.Error, OSError)):
         await client.connect(
-            load_credentials(keys.probe).url, allow_reconnect=False, connect_timeout=2, error_cb=heard, **tls
+            load_credentials(keys.probe).url, allow_reconnect=False, connect_timeout=20, error_cb=heard, **tls
         )
     assert any("authorization" in reason for reason in reasons)
 
@@ -206,7 +206,7 @@ async def test_client_without_credentials_is_told_that_it_needs_them(
     ):
         url = load_credentials(keys.probe).url.replace("nats:", scheme)
         config = BusConfig(url=url, connect_timeout_s=connect_timeout_s)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             with pytest.raises(kind, match="a bus with keys needs --creds"):
                 async with Bus.connect(config, "mine", name="stranger"):
                     pass
@@ -221,7 +221,7 @@ async def test_credentials_are_for_a_bus_with_tls_and_for_no_other_such_bus(
         others.make(["mine"], "nats://127.0.0.1:1")
         async with NatsServer(tmp_path / "other", secure=others) as other:
             for url, message in ((plain.url, "speaks no TLS"), (other.url, "it is another bus")):
-                async with asyncio.timeout(15):
+                async with asyncio.timeout(60):
                     with pytest.raises(ConfigError, match=message):
                         async with Bus.connect(BusConfig(url=url, creds=creds), "mine", name="x"):
                             pass
@@ -240,7 +240,7 @@ async def test_connecting_ends_in_time_though_the_client_forgets_that_it_was_can
 
     monkeypatch.setattr(Client, "_select_next_server", forgetful)
     config = BusConfig(url=f"nats://127.0.0.1:{free_port('127.0.0.1')}", connect_timeout_s=0.3)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         with pytest.raises(BusAwayError):
             async with Bus.connect(config, "mine", name="x"):
                 pass
@@ -250,22 +250,22 @@ async def test_server_says_nothing_before_tls(keys: SecureDirectory):
     port = int(load_credentials(keys.probe).url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"CONNECT {}\r\nPING\r\n")
-    assert b"PONG" not in await asyncio.wait_for(reader.read(), 10)  # it ends the connection
+    assert b"PONG" not in await asyncio.wait_for(reader.read(), 60)  # it ends the connection
     writer.close()
 
 
 async def test_actor_takes_a_task_and_settles_it(as_role: As):
     async with as_role("storage") as storage, as_role("actor") as actor:
         await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
-        [task] = await Inbox(actor, "TASKS", "rollout").take(1, 5.0)
+        [task] = await Inbox(actor, "TASKS", "rollout").take(1, 20.0)
         await task.in_progress()
         await task.ack_sync(timeout=20)
         subject = actor.subject("trajectories", 0)
         await Publisher(actor).publish(subject, b"trajectory", message_id="t")
-        [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
+        [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 20.0)
         assert (task.data, stored.data) == (b"task", b"trajectory")
         await Publisher(actor).publish(actor.subject("trajectories", 1), b"other shard", message_id="o")
-        [stored] = await Inbox(storage, "TRAJECTORIES-1", "shard-1").take(1, 5.0)
+        [stored] = await Inbox(storage, "TRAJECTORIES-1", "shard-1").take(1, 20.0)
         assert stored.data == b"other shard"
 
 
@@ -362,7 +362,7 @@ async def test_judge_gives_a_reward(as_role: As):
     async with as_role("judge") as judge, as_role("storage") as storage:
         subject = judge.subject("outcomes", "rewards", 1)
         await Publisher(judge).publish(subject, b"reward", message_id="r")
-        [reward] = await Inbox(storage, "OUTCOMES", "rewards-1").take(1, 5.0)
+        [reward] = await Inbox(storage, "OUTCOMES", "rewards-1").take(1, 20.0)
         assert reward.data == b"reward"
 
 
@@ -376,7 +376,7 @@ async def test_operator_does_what_the_other_roles_do(as_role: As):
             ("OUTCOMES", "rewards-1", ("outcomes", "rewards", 1)),
         ):
             await Publisher(bus).publish(bus.subject(*names), b"x", message_id=durable)
-            [taken] = await Inbox(bus, stream, durable).take(1, 5.0)
+            [taken] = await Inbox(bus, stream, durable).take(1, 20.0)
             await taken.ack_sync(timeout=20)
         ref = await put_blob(bus, Publisher(bus), b"weights", "policy", stream="weights")
         assert await get_blob(bus, ref) == b"weights"

@@ -58,15 +58,15 @@ async def test_actor_at_a_leaf_node_works_on_the_streams_of_the_hub(sites: tuple
         await storage.create_keys()
         await storage.put("run", HOLDER)
         async with asyncio.timeout(60):
-            assert await actor.wait_for("run", RoleHolder, timeout_s=10, hint="the link comes up") == (HOLDER)
+            assert await actor.wait_for("run", RoleHolder, timeout_s=60, hint="the link comes up") == (HOLDER)
             await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
             inbox = Inbox(actor, "TASKS", "rollout")
-            while not (taken := await inbox.take(1, 5.0)):
+            while not (taken := await inbox.take(1, 20.0)):
                 pass
             assert taken[0].data == b"task"
             await taken[0].ack_sync(timeout=20)
             await Publisher(actor).publish(actor.subject("trajectories", 0), b"done", message_id="t")
-            [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
+            [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 20.0)
             assert stored.data == b"done"
             ref = await put_blob(storage, Publisher(storage), b"weights" * 9, "policy", stream="weights")
             assert await get_blob(actor, ref) == b"weights" * 9
@@ -103,14 +103,14 @@ async def test_role_at_a_leaf_node_of_a_secured_bus_works_on_the_streams_of_the_
         await storage.put("run", HOLDER)
         for domain in (None, "hub"):
             async with connect("actor", leaf.url, domain) as actor, asyncio.timeout(60):
-                assert await actor.wait_for("run", RoleHolder, timeout_s=10, hint="the link") == HOLDER
+                assert await actor.wait_for("run", RoleHolder, timeout_s=60, hint="the link") == HOLDER
                 name = f"task-{domain}"
                 tasks = storage.subject("tasks", "rollout", 7)
                 await Publisher(storage).publish(tasks, name.encode(), message_id=name)
-                [taken] = await Inbox(actor, "TASKS", "rollout").take(1, 5.0)
+                [taken] = await Inbox(actor, "TASKS", "rollout").take(1, 20.0)
                 await taken.ack_sync(timeout=20)
                 await Publisher(actor).publish(actor.subject("trajectories", 0), b"done", message_id=name)
-                [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
+                [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 20.0)
                 await stored.ack_sync(timeout=20)
                 assert (taken.data, stored.data) == (name.encode(), b"done")
 

@@ -199,7 +199,7 @@ async def test_stop_finishes_what_has_begun_and_gives_the_rest_back_at_once(bus:
 async def test_what_was_received_and_not_taken_can_be_given_back_and_taken_again(bus: Bus):
     await send_leases(bus, 10)
     inbox = Inbox(bus, "TASKS", "rollout")
-    [first] = await inbox.take(1)
+    [first] = await inbox.take(1, 20.0)
     await first.ack()
     await inbox.give_back()
     taken = []
@@ -346,7 +346,7 @@ async def test_batch_that_lingers_gathers_what_comes_meanwhile(bus: Bus):
         stop.set()
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_batches(bus, handle, stop, limit=64, linger_s=0.3))
+        tasks.create_task(run_batches(bus, handle, stop, limit=10, linger_s=60.0))
         await send_trajectories(bus, 10)  # one after the other: without lingering the first comes alone
     assert sizes == [10]
 
@@ -508,7 +508,7 @@ async def test_loop_that_is_stopped_while_the_server_is_away_ends_quickly(server
 async def test_long_outage_does_not_pile_up_requests(server: NatsServer, bus: Bus):
     await send_leases(bus, 20)
     inbox = Inbox(bus, "TASKS", "rollout")
-    [raw] = await inbox.take(1)
+    [raw] = await inbox.take(1, 20.0)
     await server.kill()
     for _ in range(8):
         assert await inbox.take(2, timeout_s=0.05) == []

@@ -276,13 +276,15 @@ async def test_set_is_not_given_up_while_its_consumer_is_busy(bus: Bus, monkeypa
 @pytest.mark.nats
 @pytest.mark.slow
 async def test_waiting_parts_are_not_redelivered_meanwhile(bus: Bus):
+    name = bus.topology.stream("TRAJECTORIES")  # a busy machine may stand still for longer than 0.8 s
+    await bus.js.add_consumer(name, dict(bus.topology.consumers(1))["TRAJECTORIES"].evolve(ack_wait=3.0))
     message = make("slow")
     parts = pieces(message)
     await send(bus, *parts[:-1])
     recorder = Recorder()
     running = asyncio.create_task(run(bus, recorder))
-    await asyncio.sleep(2.0)  # more than two ack waits
-    found = await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES"), "shard-0")
+    await asyncio.sleep(3.5)  # more than an ack wait
+    found = await bus.js.consumer_info(name, "shard-0")
     assert (found.num_ack_pending, found.num_redelivered) == (len(parts) - 1, 0)
     await send(bus, parts[-1])
     await running

@@ -83,7 +83,7 @@ async def test_settings_that_storage_alone_has_taken_are_named_by_who_goes_on_wi
 async def test_storage_is_refused_with_settings_by_which_a_living_process_would_not_go_on(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.15)
     monkeypatch.setattr(status, "PERIOD_S", 0.02)
     url = bus.client.connected_url.geturl()
     run = {"run": "test", "directory": str(tmp_path), "bus": {"url": url}, "data": {"task": "sort"}}
@@ -152,7 +152,7 @@ def test_a_revision_is_that_of_the_settings_whatever_their_order():
 async def test_on_a_secured_bus_each_role_is_heard_as_itself_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.15)
     monkeypatch.setattr(status, "PERIOD_S", 0.02)
     run = {"run": "mine", "data": {"task": "sort"}}
     other = validate({**run, "replay": {"linger_s": 9.0}, "learner": {"optimizer": {"lr": 5e-4}}})

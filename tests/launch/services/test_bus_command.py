@@ -110,7 +110,7 @@ async def test_a_bus_that_could_not_write_stores_again(tmp_path):
     port, stop = free_port("127.0.0.1"), asyncio.Event()
     serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
     client = await bus_of(port)
-    await stored(client, within_s=20)
+    await stored(client, within_s=60)
     server = nats_server(tmp_path)
     _, hard = server.rlimit(psutil.RLIMIT_FSIZE)
     server.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
@@ -148,7 +148,7 @@ async def test_a_bus_on_a_full_disk_keeps_its_server_until_there_is_room_and_sta
     async with asyncio.timeout(60):
         while server.is_running():  # noqa: ASYNC110 - of another process nobody sets an event
             await asyncio.sleep(0.01)
-    await stored(client, within_s=20)
+    await stored(client, within_s=60)
     await client.close()
     stop.set()
     await serving

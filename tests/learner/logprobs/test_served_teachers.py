@@ -123,7 +123,7 @@ def wait_for_others(count: int) -> Spoil:
         arrived.append(number)
         if len(arrived) >= count:
             there.set()
-        await asyncio.wait_for(there.wait(), 10)
+        await asyncio.wait_for(there.wait(), 60)
         return answer
 
     return spoil

@@ -186,7 +186,7 @@ async def test_smaller_batches_after_a_resume_issue_only_when_the_surplus_is_tra
 
 async def test_group_that_never_completes_is_dropped_and_another_issued(bus, learner, tmp_path):
     admission = AdmissionConfig(
-        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=1.0
+        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=3.0
     )
     async with serving(bus, tmp_path, admission) as storage:
         await learner.publish(0)

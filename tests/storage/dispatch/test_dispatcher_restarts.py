@@ -265,13 +265,13 @@ async def test_leases_that_vanished_from_the_bus_are_published_again_while_other
         await learner.publish(0)
         await has(bus, "TASKS", 4)
         tasks, inbox = bus.topology.stream("TASKS"), Inbox(bus, "TASKS", "rollout")
-        held = await inbox.take(1)  # somebody works on it
+        [held] = await inbox.take(1, 20.0)  # somebody works on it
         for sequence in (2, 3):
             await bus.js.delete_msg(tasks, sequence)
         await has(bus, "TASKS", 4)
         assert sorted([lease.lease_id for lease in await leases(bus)]) == [0, 1, 2, 3]
         await send_groups(bus, [0])
-        await held[0].ack()
+        await held.ack()
         await stored(storage, 1)
         await bus.js.purge_stream(tasks)
         await has(bus, "TASKS", 3)
@@ -293,7 +293,7 @@ async def test_leases_are_not_lost_while_their_trajectories_or_rejections_wait_t
     await bus.js.purge_stream(bus.topology.stream("TASKS"))
     await send_groups(bus, [1])
     inbox = Inbox(bus, "TRAJECTORIES-1", "shard-1")
-    [held] = await inbox.take(1)  # so that the shard does not get it yet
+    [held] = await inbox.take(1, 20.0)  # so that the shard does not get it yet
     async with serving(bus, tmp_path):
         assert isinstance(await learner.ask(1), Waiting)  # several polls later
         assert await messages(bus, "TASKS") == 0
@@ -366,7 +366,7 @@ async def test_a_shard_hears_of_issued_leases_only_when_a_crash_cannot_undo_them
             assert crashed.next_id == known.next_id == 7
         storage.ledger.issue(1, 0)
         subject = bus.subject("rpc", "unsettled")
-        kept = await bus.request(subject, UnsettledRequest(shard=0), Unsettled, timeout_s=5.0)
+        kept = await bus.request(subject, UnsettledRequest(shard=0), Unsettled, timeout_s=20.0)
         left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "later.sqlite")
         with closing(Ledger.open(left)) as crashed:  # a shard drops what is not among them
             assert crashed.next_id == kept.next_id == 8

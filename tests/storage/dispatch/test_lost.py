@@ -39,7 +39,7 @@ async def test_lease_may_be_in_trajectories_that_wait_but_not_in_those_that_came
     await lose(bus, 1)
     assert await lost.look([0, 1]) == []
     await send_groups(bus, [7])
-    [first, _] = await Inbox(bus, "TRAJECTORIES-1", "shard-1").take(2)
+    [first] = await Inbox(bus, "TRAJECTORIES-1", "shard-1").take(1, 20.0)
     assert await lost.look([0, 1]) == []
     await first.ack()
     await has(bus, "TRAJECTORIES-1", 1)
@@ -52,7 +52,7 @@ async def test_lease_may_be_in_a_rejection_that_waits_but_not_in_one_that_came_l
     await send_rejections(bus, [1])
     await lose(bus, 1)
     assert await lost.look([0, 1]) == []
-    [first] = await Inbox(bus, "OUTCOMES", "dispatcher").take(1)
+    [first] = await Inbox(bus, "OUTCOMES", "dispatcher").take(1, 20.0)
     assert await lost.look([0, 1]) == []  # read, and not yet in the ledger
     await send_rejections(bus, [2])
     await first.ack_sync()

@@ -56,7 +56,7 @@ async def test_stored_and_filtered_groups_count_by_source_and_each_step_tells_it
             await send(bus, *(make_trajectory(2, n, reward=0.0) for n in range(2)))
             await until(lambda: success.of("a").groups == 2 and success.of("b").groups == 1)
             assert await learner.batch(1) == [0, 2]
-            values = (await asyncio.wait_for(told.get(), 10)).values
+            values = (await asyncio.wait_for(told.get(), 60)).values
     assert values["source/a/groups_in_step"] == 2
     assert values["source/b/groups_in_step"] == 0
     assert (values["source/a/share"], values["source/b/share"]) == (0.5, 0.5)

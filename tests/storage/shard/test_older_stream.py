@@ -30,7 +30,7 @@ async def test_what_an_older_build_left_for_a_shard_is_stored_once_and_leaves_it
     async with connect("upgraded") as bus:
         await as_an_older_build(bus)
         await send_groups(bus, [0, 1, 2, 3])
-        [held] = await Inbox(bus, "TRAJECTORIES", "shard-1").take(1)  # by a shard that died
+        [held] = await Inbox(bus, "TRAJECTORIES", "shard-1").take(1, 20.0)  # by a shard that died
         assert await messages(bus, "TRAJECTORIES") == 4
         assert "TRAJECTORIES-1" in await ensure(bus.js, bus.topology, SHARDS)
         await held.nak()
