@@ -151,16 +151,16 @@ async def test_tests_that_print_say_nothing_by_it(score):
 
 
 async def test_tests_that_take_too_long_together_end_and_the_rest_are_not_passed():
-    reward = rewards(credit="share", total_s=1.0)
-    try:  # the first one may take a second to start
-        slow = "import time\nn = int(input())\ntime.sleep(n == 4)\nprint(n * 2)"
+    reward = rewards(credit="share", wall_s=60, total_s=4.0)
+    try:
+        slow = "import time\nn = int(input())\ntime.sleep(4 * (n == 4))\nprint(n * 2)"
         assert await reward(answer(slow, None, metadata={"tests": DOUBLED})) == pytest.approx(2 / 3)
     finally:
         await reward.close()
 
 
 async def test_calls_have_a_limit_each_and_are_bounded_together_by_that_of_all_tests():
-    reward = rewards(credit="share", wall_s=0.8, total_s=60)
+    reward = rewards(credit="share", wall_s=3.0, total_s=60)
     slow = "import time\ndef f(n):\n    time.sleep(0.3 if n < 3 else 99)\n    return n"
     tests = [f"assert f({n}) == {n}" for n in range(5)]  # the fourth takes too long, and the program is gone
     try:
@@ -181,9 +181,10 @@ async def test_calls_that_use_up_the_time_of_all_tests_leave_none_for_inputs(mon
 
     if tests_begin_late:  # as on a busy host: the program's time is up while the tests have some left
         monkeypatch.setattr(Sandbox, "_run", begin_late)
-    reward = rewards(credit="share", wall_s=60, total_s=1.0)
+    reward = rewards(credit="share", wall_s=60, total_s=4.0)
     program = (
-        "def f(n):\n    while n: pass\n    return n\nif __name__ == '__main__':\n    print(int(input()) * 2)"
+        "import time\ndef f(n):\n    time.sleep(99 * n)\n    return n\n"
+        "if __name__ == '__main__':\n    print(int(input()) * 2)"
     )
     called = {"testtype": "functional", "fn_name": "f"}
     tests = [{"input": n, "output": n, **called} for n in "01"] + [{"input": "3", "output": "6"}]

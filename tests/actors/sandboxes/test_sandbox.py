@@ -14,7 +14,7 @@ from actors.sandboxes.limits import Limits
 from actors.sandboxes.sandbox import Sandbox
 from bus.errors import ConfigError
 
-SHORT = Limits(wall_s=0.3)
+SHORT = Limits(wall_s=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ async def test_a_program_that_does_not_end_is_stopped():
     async with sandbox_of(SHORT) as sandbox:
         ran = await sandbox.run("import time\nprint('begun', flush=True)\nwhile True: time.sleep(9)")
         assert (ran.end, ran.stdout) == ("time", "begun\n")
-        assert SHORT.wall_s <= ran.took_s < 5
+        assert SHORT.wall_s <= ran.took_s < 30
         ignoring = "from signal import *\nfor n in {*range(1, 32)} - {9, 19}: signal(n, SIG_IGN)\n"
         assert (await sandbox.run(ignoring + "while True: pass")).end == "time"
 

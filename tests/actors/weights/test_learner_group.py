@@ -258,7 +258,7 @@ async def test_a_server_that_waits_for_the_learner_for_too_long_is_given_up(lear
         [sender] = learner.senders()
         published = learner.announce(1)
         stops_before_it_sends(sender, published)
-        with pytest.raises(EngineError, match=r"the learner has not sent all .* within [23]\S* s"):
+        with pytest.raises(EngineError, match=r"the learner has not sent all .* within [0-3]\S* s"):
             await asyncio.wait_for(engine.load_published(published), TIMEOUT_S)
         assert (engine.policy_version, learner.fetched) == (0, [])
 

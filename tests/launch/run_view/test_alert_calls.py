@@ -79,7 +79,7 @@ async def watching(monitor: RunMonitor, file: Path) -> AsyncIterator[Callable[[]
 
     async def looked_twice() -> None:
         asked = clock.asked
-        await until(lambda: clock.asked >= asked + 4, seconds=30)
+        await until(lambda: clock.asked >= asked + 4)
 
     yield looked_twice
     stop.set()
@@ -100,7 +100,7 @@ async def test_each_alarm_is_told_when_it_begins_and_a_silent_learner_once(tmp_p
         clock.now_s += 119
         await looked_twice()
         clock.now_s += 2
-        await until(lambda: len(told(file)) == 3, seconds=30)
+        await until(lambda: len(told(file)) == 3)
         await looked_twice()
     assert [(one["state"], one["reason"], one["step"]) for one in told(file)] == [
         ("alarm", "each reward was 0 in 3 steps", 20),

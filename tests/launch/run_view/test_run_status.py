@@ -185,7 +185,7 @@ async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: 
     began = time.monotonic()
     with pytest.raises(BusAwayError):
         await look_at_run(where, asyncio.Event())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def state(*statuses: Status) -> RunState:

@@ -9,7 +9,7 @@ import torch
 from aiohttp import web
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 Spoil = Callable[[int, dict], web.Response | dict | Awaitable[web.Response | dict | None] | None]
 """Is given the number of a request to /generate, from 1, and the answer to be; returns another, or None."""
 

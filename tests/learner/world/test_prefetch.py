@@ -45,7 +45,7 @@ class Held(Trainer):
 
     def train_step(self, *args: object, **kwargs: object) -> object:
         self.entered.set()
-        assert self.released.wait(20)
+        assert self.released.wait(100)
         return super().train_step(*args, **kwargs)
 
 
@@ -78,7 +78,7 @@ async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bu
             training = asyncio.create_task(learner.run())
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(4))  # two steps of two groups of two
-            await until(lambda: trainer.entered.is_set() and reader.read["mapped"] == 8, seconds=20)
+            await until(lambda: trainer.entered.is_set() and reader.read["mapped"] == 8)
             assert learner.progress.step == 0
             stop.set()
             trainer.released.set()
@@ -154,12 +154,12 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
             training = asyncio.create_task(learner.run())
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(4))
-            await until(lambda: learner.progress.step == 2 and waits_for_a_batch(learner), seconds=20)
+            await until(lambda: learner.progress.step == 2 and waits_for_a_batch(learner))
             assert checkpoints.steps(tmp_path) == []
             on_disk.set()
             await send_groups(bus, range(4, 6))
             assert "equal in 3 steps" not in alarm(learner)
-            await until(lambda: learner.progress.step == 3 and waits_for_a_batch(learner), seconds=20)
+            await until(lambda: learner.progress.step == 3 and waits_for_a_batch(learner))
             assert "the rewards within each group were equal in 3 steps in a row" in alarm(learner)
             stop.set()
             async with asyncio.timeout(60):
@@ -186,7 +186,7 @@ async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
             training = asyncio.create_task(learner.run())
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(2))
-            await until(lambda: learner.progress.step == 1 and waits_for_a_batch(learner), seconds=20)
+            await until(lambda: learner.progress.step == 1 and waits_for_a_batch(learner))
             monkeypatch.setattr(learner._checkpoints, "_saving_since", -1.0)  # an hour later
             await send_groups(bus, range(2, 4))
             with pytest.raises(ExceptionGroup) as ended:

@@ -91,18 +91,18 @@ async def test_rewards_are_joined_across_restarts_of_shard_server_and_sender(
     await server.kill()
     await server.start()
     async with shard(bus, tmp_path / "replay") as store:
-        await until(lambda: (store.trajectories, store.rewards["taken"]) == (4, 1), seconds=20)
+        await until(lambda: (store.trajectories, store.rewards["taken"]) == (4, 1))
     async with connect("judge again") as judge:
         await give(RewardSender(judge, SHARDS), 0, 0.25, 0.75)
         await give(RewardSender(judge, SHARDS), 2, 0.5)
     async with shard(bus, tmp_path / "replay") as store:
-        await until(lambda: store.completed == [0], seconds=20)
+        await until(lambda: store.completed == [0])
     await server.kill()
     await server.start()
     async with connect("judge at last") as judge:
         await give(RewardSender(judge, SHARDS), 2, 0.5, 1.0)
     async with shard(bus, tmp_path / "replay") as store:
-        await until(lambda: store.completed == [0, 2], seconds=20)
+        await until(lambda: store.completed == [0, 2])
         assert [rewards(store, n) for n in (0, 2)] == [[0.25, 0.75], [0.5, 1.0]]
 
 
@@ -190,7 +190,7 @@ async def test_group_that_only_waits_for_its_rewards_is_not_rolled_out_again(bus
 
 async def test_group_whose_rewards_never_come_is_dropped_and_counted(bus, learner, sender, tmp_path):
     admission = AdmissionConfig(
-        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=1.0
+        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=3.0
     )
     async with serving(bus, tmp_path, admission) as storage:
         await learner.publish(0)

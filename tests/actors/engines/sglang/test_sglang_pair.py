@@ -16,7 +16,7 @@ from tests.actors.sglang_stand_in import TOKEN, StandIn
 from tests.actors.tiny import request
 
 STATE = {"large": torch.ones(64, 8), "small": torch.ones(3)}
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture
