@@ -5,6 +5,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import structlog
+
+from bus.errors import FencedError, SluiceError, WorldError, leaves
 from bus.evaluation_messages import EvaluationResult
 from learner.checkpoint.commit import WRITING_TIMEOUT_S
 from learner.config.process_settings import LearnerSettings
@@ -14,6 +17,7 @@ from learner.world.world import World
 from storage.disk.atomic_files import write_json
 from storage.settings.evaluation import ALWAYS, HELD_OUT
 
+log = structlog.get_logger()
 WRITTEN_POLL_S = 0.05
 
 
@@ -57,21 +61,46 @@ class Checkpointing:
         values = await asyncio.to_thread(values_to_save, self._settings, self._progress)
         self.saved_step, self._saving_since = self._progress.step, time.monotonic()
         self._saved_warmup_step = self._progress.warmup_step
+        await self._world.call(Rank.save, self.saved_step, values)
         self._saving = self.saved_step, values
-        await self._world.call(Rank.save, *self._saving)
 
     async def finish(self) -> None:
         """See the save through; only then may storage forget that these groups could be needed again."""
         if self._saving is None:
             return
         self._on_doing("finishing a checkpoint")
-        (step, progress), self._saving = self._saving, None
+        step, progress = self._saving
+        await self._named(progress)
+        await self._committed(step)
+
+    async def rescue(self, error: BaseException) -> None:
+        """Give the checkpoint under way its name although `error` ends the learner, or log that it is lost.
+
+        What describes the files of all ranks is made by all of them together. So that is possible where they
+        still take calls, and where no other learner writes. Storage hears of it from the next learner."""
+        if self._saving is None:
+            return
+        (step, progress), self._saving, errors = self._saving, None, list(leaves(error))
+        lost = str(errors[0]) or "another rank failed, or another learner took over"
+        alone = any(isinstance(each, WorldError | FencedError | asyncio.CancelledError) for each in errors)
+        if self._world.takes_calls and not alone:
+            try:
+                await self._named(progress)
+            except (SluiceError, OSError, RuntimeError) as failure:
+                lost = str(failure)
+            else:
+                log.info("checkpoint_rescued", step=step)
+                return
+        log.warning("checkpoint_lost", step=step, reason=lost, remedy="going on from an older one")
+
+    async def _named(self, progress: dict[str, Any]) -> None:
+        """Wait until every rank has written its files, and give the checkpoint its name."""
         # asked again and again, so that no collective waits for a disk
         while not await self._world.call(Rank.written) and not self._is_overdue:  # noqa: ASYNC110
             await asyncio.sleep(WRITTEN_POLL_S)
+        self._saving = None
         await self._world.call(Rank.saved)
         await asyncio.to_thread(write_json, self._settings.progress, progress)
-        await self._committed(step)
 
     @property
     def _is_overdue(self) -> bool:

@@ -116,7 +116,15 @@ class Learner:
         self._joined = False
 
     async def run(self) -> None:
-        """Train until the configured end, or until `stop`; either way the state is saved."""
+        """Train until the configured end, or until `stop`; either way the state is saved. After a failure it
+        is that of the checkpoint begun last, if all ranks can still write it."""
+        try:
+            await self._run()
+        except BaseException as error:
+            await self._checkpoints.rescue(error)
+            raise
+
+    async def _run(self) -> None:
         stop, finished = self._stop, asyncio.Event()
         async with self._tasks as tasks:
             tasks.create_task(

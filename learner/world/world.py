@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import structlog
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from bus.requests import BatchLease, GroupRef
@@ -30,6 +31,14 @@ class World:
         self.rank = rank
         self._channel = channel
         self._settings = settings
+        self._calling = False
+        """Whether a call has not returned on this rank: while it runs, and for good after it failed."""
+
+    @property
+    def takes_calls(self) -> bool:
+        """Return whether all ranks are done with what they were called for. After a call that failed on one
+        rank the others may wait for it in a collective, and would take the next for that one."""
+        return not self._calling or dist.get_world_size() == 1
 
     @asynccontextmanager
     async def led(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -51,8 +60,11 @@ class World:
 
         Every one can be called so, if its arguments can be pickled: there is no list of them. Raises
         `WorldError` when a rank is gone."""
+        self._calling = True
         await self._channel.send(RankCall(method.__name__, arguments, named))
-        return await method(self.rank, *arguments, **named)
+        result = await method(self.rank, *arguments, **named)
+        self._calling = False
+        return result
 
     async def send(
         self, method: Callable[Concatenate[Any, P], None], *arguments: P.args, **named: P.kwargs

@@ -406,14 +406,8 @@ MUTATIONS = (
     Mutation(
         "storage hears of a commit before the progress is written",
         "learner/run/checkpointing.py",
-        (
-            "        await asyncio.to_thread(write_json, self._settings.progress, progress)\n"
-            "        await self._committed(step)"
-        ),
-        (
-            "        await self._committed(step)\n"
-            "        await asyncio.to_thread(write_json, self._settings.progress, progress)"
-        ),
+        "        await self._named(progress)\n        await self._committed(step)",
+        "        await self._committed(step)\n        await self._named(progress)",
         LEARNER,
     ),
     Mutation(

@@ -1,11 +1,14 @@
 """What storage is told of a checkpoint that is written while training goes on."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from bus.errors import BusError, FencedError, TrainingError
 from learner.config.learner import CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.process_settings import LearnerSettings
@@ -21,7 +24,7 @@ class SlowDisk:
     """The calls that checkpoints make to a learner's world, whose files are written when a test says so."""
 
     def __init__(self) -> None:
-        self.written = False
+        self.written, self.takes_calls = False, True
         self.calls: list[tuple[str, tuple[object, ...]]] = []
 
     async def call(self, method, *arguments):
@@ -128,3 +131,39 @@ async def test_storage_hears_nothing_of_a_checkpoint_that_could_not_be_written(s
         await checkpoints.finish()
     assert told == []
     assert not settings.progress.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "takes_calls", "reason"),
+    [
+        (TrainingError("no room"), True, None),
+        (ExceptionGroup("tasks", [BusError("refused")]), True, None),
+        (TrainingError("no room"), False, "no room"),
+        (FencedError("taken over"), True, "taken over"),
+        (asyncio.CancelledError(), True, "another rank failed, or another learner took over"),
+    ],
+)
+async def test_a_checkpoint_under_way_when_the_learner_fails_is_named_or_said_to_be_lost(
+    settings, error, takes_calls, reason
+):
+    world, told = SlowDisk(), []
+
+    async def committed(step: int) -> None:
+        told.append(step)
+
+    checkpoints = Checkpointing(
+        settings, world, Progress(stage="rl", step=2),
+        prepared=nothing, committed=committed, on_doing=lambda _: None,
+    )  # fmt: skip
+    await checkpoints.begin()
+    world.written, world.takes_calls = True, takes_calls
+    with capture_logs() as logs:
+        await checkpoints.rescue(error)
+        await checkpoints.rescue(error)
+    [line] = logs
+    named = reason is None
+    assert (line["event"], line["step"]) == ("checkpoint_rescued" if named else "checkpoint_lost", 2)
+    assert line.get("reason") == reason
+    assert [name for name, _ in world.calls] == ["save", "saved"][: 1 + named]
+    assert settings.progress.exists() == named
+    assert told == []  # by the next learner: the bus may be what failed

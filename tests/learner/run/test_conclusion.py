@@ -8,13 +8,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.config import ColocationConfig
-from bus.errors import NoActorsError
+from bus.errors import NoActorsError, TrainingError
 from bus.messages import PolicyManifest
+from bus.requests import BatchLease
 from learner.checkpoint.commit import read_extra
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.publication import probe
 from learner.run import service
 from learner.run.colocation import Device
+from learner.run.train import Learner
 from learner.world import rank
 from storage.dispatch import absent_actors
 from tests.learner.mini_run import mini_run
@@ -35,6 +37,28 @@ async def test_a_learner_goes_on_from_the_checkpoint_before_a_damaged_one(bus, t
     assert list(after) == [1, 2, 3, 4, 5, 6]
     assert {step: after[step] for step in before} == before  # steps 3 and 4 once more, bit for bit
     assert (tmp_path / "checkpoints/damaged-step_00000004").is_dir()
+
+
+async def test_a_learner_that_fails_while_a_checkpoint_is_written_goes_on_from_that_one(
+    bus, tmp_path, monkeypatch
+):
+    train = Learner._train_on
+
+    async def fails_at_step_3(learner: Learner, lease: BatchLease):
+        if lease.step == 3:
+            raise TrainingError("no room")
+        return await train(learner, lease)
+
+    async with mini_run(bus, tmp_path) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(Learner, "_train_on", fails_at_step_3)
+            with pytest.raises(ExceptionGroup):
+                await run.train()
+        before = run.steps()
+        assert list(before) == [1, 2]
+        assert read_extra(tmp_path / "checkpoints/step_00000002")["step"] == 2
+        await run.train()
+        assert {step: run.steps()[step] for step in before} == before  # none was trained again
 
 
 async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, monkeypatch):

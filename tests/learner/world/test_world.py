@@ -31,6 +31,10 @@ class OwnRank(Rank):
     def note(self, text: str) -> None:
         self.notes += (text,)
 
+    async def fail_on_the_first(self) -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("on rank 0")
+
     async def asked_until_all_have_fetched(self, times: int) -> int:
         """Return how often the ranks asked each other; the groups of the last one come at that question."""
         asked, enough = 0, asyncio.Event()
@@ -78,6 +82,10 @@ async def _calls(directory: Path) -> tuple[float, tuple[str, ...], int]:
             await world.send(OwnRank.note, "at once")
             total = await world.call(OwnRank.weighted_sum, [1.0, 10.0], scale=2.0)
             asked = await world.call(OwnRank.asked_until_all_have_fetched, 4)
+            assert world.takes_calls
+            with pytest.raises(ValueError, match="on rank 0"):
+                await world.call(OwnRank.fail_on_the_first)
+            assert world.takes_calls == (dist.get_world_size() == 1)
             return total, rank.notes, asked
 
 
