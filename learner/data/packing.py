@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bus.errors import ConfigError, TrainingError
+from bus.errors import ConfigError
 from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from learner.data.prefix_tree import (
@@ -322,7 +322,7 @@ def _experts(samples: Sequence[Sample]) -> Tensor | None:
     for sample in samples:
         if sample.experts is not None:
             if sample.experts.shape[1:] != shape:
-                raise TrainingError(
+                raise ConfigError(
                     f"{sample.name} names experts for {sample.experts.shape[1:]} layers and experts a token, "
                     f"others for {shape}: they are of different models; set learner.router_replay=none"
                 )

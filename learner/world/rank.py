@@ -34,6 +34,7 @@ from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_tea
 from learner.metrics.profiler import Profiler, RankProfile
 from learner.model_directories.dtypes import published_dtype
 from learner.model_directories.model_directory import raw_config, stream_hf_directory
+from learner.progress.failed_step import FailedStep
 from learner.progress.progress import checkpoint_step, kept_steps
 from learner.publication.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.publication.announcement import AdapterBase
@@ -88,6 +89,7 @@ class Rank:
         self._thread = thread
         self._whole = whole
         self._profiler = Profiler()
+        self._failed_step = FailedStep(settings.lineage.parent / "failed_step.json")
         self._host = HostCopy(published_dtype(settings.learner, settings.model), whole)
         self._answers = answer_group(settings.learner.world.collective_timeout_s)
         self._tensors = OwnTensors(TensorEncoder(settings.learner.publication), self._answers)
@@ -180,7 +182,7 @@ class Rank:
             self.trained_ratios = {name: found for each in of_ranks for name, found in each.items()}
             return batch, result
 
-        return await self._step(work)
+        return await self._step(f"step {step}", work)
 
     async def fetched_by_all(self, step: int) -> bool | None:
         """Return whether every rank has its groups of `step`, once each has them or knows why not; None while
@@ -201,11 +203,17 @@ class Rank:
     async def warm_up(self, step: int) -> StepResult:
         self._saved_step = None
         return await self._step(
-            lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
+            f"step {step} of the warm-up",
+            lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step),
         )
 
-    async def _step(self, work: Callable[[], T]) -> T:
-        """Run an optimizer step. Raises `TrainingError` where it does not fit into the device's memory."""
+    async def _step(self, name: str, work: Callable[[], T]) -> T:
+        """Run an optimizer step. Raises `TrainingError` where it does not fit into the device's memory, and
+        `ConfigError` where it failed before the latest start, too."""
+        with self._failed_step.noted(name):
+            return await self._fitting(work)
+
+    async def _fitting(self, work: Callable[[], T]) -> T:
         try:
             return await self.in_thread(work)
         except torch.OutOfMemoryError as error:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.errors import TrainingError
+from bus.errors import ConfigError
 from learner.distributed.process_group import device
 
 
@@ -69,9 +69,9 @@ def replay_figures(layers: Iterable[GivenExperts]) -> dict[str, float]:
 
 
 def refuse_other_experts(experts: Tensor, *, layers: int, per_token: int) -> None:
-    """Raise `TrainingError` for experts [T, layers, k] of another model's layers."""
+    """Raise `ConfigError` for experts [T, layers, k] of another model's layers."""
     if experts.shape[1:] != (layers, per_token):
-        raise TrainingError(
+        raise ConfigError(
             f"trajectories name {experts.shape[2]} experts a token in {experts.shape[1]} layers, the model "
             f"has {per_token} in {layers}: they are of another model; set learner.router_replay=none"
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from actors.engines.base import Sampling
-from bus.errors import TrainingError
+from bus.errors import ConfigError
 from bus.trajectory import Trajectory
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
@@ -65,7 +65,7 @@ def test_a_trajectory_without_experts_is_routed_by_the_learner(model, stored):
 
 def test_experts_of_another_model_are_refused(model, stored):
     other = tiny_model("qwen3_moe", num_hidden_layers=3)
-    with pytest.raises(TrainingError, match="3 experts a token in 4 layers, the model has 3 in 3"):
+    with pytest.raises(ConfigError, match="3 experts a token in 4 layers, the model has 3 in 3"):
         figures(other, [stored], router_replay="engine")
 
 

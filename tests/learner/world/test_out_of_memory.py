@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from bus.errors import TrainingError
+from bus.errors import ConfigError, TrainingError
 from bus.requests import GroupRef
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
@@ -23,7 +23,7 @@ from tests.learner.world.test_foreign_tokens import Reading
 @pytest.mark.parametrize(
     ("recompute", "said"), [("none", "set learner.parallel.recompute=full, or lower "), ("full", "lower ")]
 )
-async def test_a_step_without_room_names_the_settings_that_make_some(
+async def test_a_step_without_room_names_the_settings_that_make_some_and_ends_the_run_when_it_fails_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: Literal["none", "full"], said: str
 ):
     def no_room(*_: object, **__: object) -> None:
@@ -34,12 +34,21 @@ async def test_a_step_without_room_names_the_settings_that_make_some(
     monkeypatch.setattr(trainer, "train_step", no_room)
     given = settings(tmp_path, 1)
     learner = given.learner.model_copy(update={"parallel": ParallelConfig(recompute=recompute)})
-    with ThreadPoolExecutor(1) as thread:
+
+    async def train(step: int) -> None:
+        """Start the rank and train it on one step."""
         reading = Reading([[replace(made, token_ids=made.token_ids % model.config.vocab_size)]])
         rank = Rank(
             trainer, replace(given, learner=learner), reader=reading, demonstrations=None, thread=thread
         )
-        rank.fetch(1, [(GroupRef(lease_id=1, shard=0),)], "a")
-        tokens = r"learner.batch.tokens_per_micro_batch=\d+; .*Tried to allocate 516.00 MiB"
+        rank.fetch(step, [(GroupRef(lease_id=1, shard=0),)], "a")
+        await rank.train(step, 0, {})
+
+    tokens = r"learner.batch.tokens_per_micro_batch=\d+; .*Tried to allocate 516.00 MiB"
+    with ThreadPoolExecutor(1) as thread:
         with pytest.raises(TrainingError, match=f"rank 0: {said}{tokens}"):
-            await rank.train(1, 0, {})
+            await train(1)
+        with pytest.raises(TrainingError):  # this start got further
+            await train(2)
+        with pytest.raises(ConfigError, match=f"step 2 failed again after a restart: .*{said}{tokens}"):
+            await train(2)

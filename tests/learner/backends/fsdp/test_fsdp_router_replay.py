@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bus.errors import ConfigError, TrainingError
+from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
 from learner.backends.factory import refuse_router_replay
 from learner.backends.fsdp.trainer import FsdpTrainer
@@ -154,7 +154,7 @@ def test_experts_of_another_model_are_refused():
     model = tiny_model("qwen3_moe")
     trainer = FsdpTrainer(model.config, hf_state(model), OPTIMIZER)
     samples = given(random_samples(LENGTHS), tiny_model("mixtral"))
-    with pytest.raises(TrainingError, match="name 2 experts a token in 2 layers, the model has 3 in 2"):
+    with pytest.raises(ConfigError, match="name 2 experts a token in 2 layers, the model has 3 in 2"):
         trainer.train_step(pack(samples, 40), REPLAYING, policy_version=3)
     dense = tiny_model()
     trainer = FsdpTrainer(dense.config, hf_state(dense), OPTIMIZER)
