@@ -25,12 +25,12 @@ async def measure_cells(
 ) -> dict[str, Json]:
     """Measure the cells that are missing, as far as the time reaches, and report on all that are there.
 
-    Without `steps` each preset takes its own number of them. Raises `ConfigError` for settings that do not
-    fit, or differ from those of earlier outcomes."""
+    Without `steps` each preset takes its own number of them. Outcomes of other settings are left out.
+    Raises `ConfigError` for settings that do not fit."""
     call = Call(plan, Outcome.of_json)
     lasting = {cell.preset: steps or STEPS[cell.preset] for cell in plan.cells}
     digests = {name: digest(name, plan.given, steps=lasting[name]) for name in lasting}
-    call.results.refuse_others(lambda outcome: digests.get(outcome.preset, outcome.settings))
+    call.results.leave_out_others(lambda outcome: digests.get(outcome.preset, outcome.settings))
     with tempfile.TemporaryDirectory(prefix="learning-", ignore_cleanup_errors=True) as scratch:
         configs = {
             cell: settings_of(cell, plan.given, Path(scratch) / cell.name, steps=lasting[cell.preset])

@@ -23,10 +23,10 @@ TABLE, CURVES = "length.md", "length.png"
 async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, steps: int) -> dict[str, Json]:
     """Measure the cells that are missing, as far as the time reaches, and report on all that are there.
 
-    Raises `ConfigError` for settings that do not fit, or differ from those of earlier outcomes."""
+    Outcomes of other settings are left out. Raises `ConfigError` for settings that do not fit."""
     call, base = Call(plan, Outcome.of_json), base_settings(plan.given, steps=steps)
     settings = digest(base)
-    call.results.refuse_others(lambda _: settings)
+    call.results.leave_out_others(lambda _: settings)
     with tempfile.TemporaryDirectory(prefix="length-", ignore_cleanup_errors=True) as directory:
         scratch = Path(directory)
         for cell in call.missing:

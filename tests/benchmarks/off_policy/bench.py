@@ -30,7 +30,7 @@ TABLES: dict[Kind, Callable[[Sequence[Outcome]], str]] = {"staleness": staleness
 async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, kind: Kind, steps: int) -> dict[str, Json]:
     """Measure the cells that are missing, as far as the time reaches, and report on all that are there.
 
-    Raises `ConfigError` for settings that do not fit, or differ from those of earlier outcomes, and
+    Outcomes of other settings are left out. Raises `ConfigError` for settings that do not fit, and
     `SluiceError` when the common initial model cannot be made."""
     call, model = Call(plan, Outcome.of_json), (plan.directory / MODEL).absolute()
     base = base_settings(plan.given, model, steps=steps)
@@ -41,7 +41,7 @@ async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, kind: Kind, st
         if call.missing and left_s > 0:
             await make_model(model, plan.given, Path(scratch), stop, limit_s=min(plan.cell_s, left_s))
             settings = digest(base, model)
-            call.results.refuse_others(lambda _: settings)
+            call.results.leave_out_others(lambda _: settings)
             await call.measure(partial(_run, base, Path(scratch), stop, settings), stop)
         spent = _cpu_s() - before
     if call.found:

@@ -18,9 +18,13 @@ class Call(Generic[AnyCell, AnyOutcome]):
     def __init__(self, plan: Plan[AnyCell], read: Callable[[Record], AnyOutcome]) -> None:
         """Read the outcomes, each line by `read`."""
         self.results = Results(plan.outcomes, read)
-        self.missing = [cell for cell in plan.cells if cell not in self.results.outcomes]
         self.schedule = Schedule[AnyCell, AnyOutcome](self.results.add, plan.cell_s, plan.limit_s, plan.began)
         self._plan = plan
+
+    @property
+    def missing(self) -> list[AnyCell]:
+        """Return the cells of the plan that have no outcome."""
+        return [cell for cell in self._plan.cells if cell not in self.results.outcomes]
 
     @property
     def found(self) -> list[AnyOutcome]:
@@ -35,7 +39,8 @@ class Call(Generic[AnyCell, AnyOutcome]):
         """Return what became of the cells, for the report of a call."""
         return {
             "measured_now": self.schedule.done,
-            "left": [cell.name for cell in self.missing if cell not in self.results.outcomes],
+            "left": [cell.name for cell in self.missing],
+            "of_other_settings": list(self.results.left_out),
             "failed": dict(self.schedule.failed),
             "longest_cell_s": round(self.schedule.longest_s, 1),
             "directory": str(self._plan.directory),

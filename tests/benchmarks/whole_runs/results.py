@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+import structlog
+
 from benchmarks.whole_runs.cells import CellOutcome, NamedCell
 from bus.codec import Json
-from bus.errors import ConfigError
 from storage.disk.atomic_files import fsync_path, make_directory
 from storage.metrics.records import Record, append_records, read_records
 
+log = structlog.get_logger()
 AnyOutcome = TypeVar("AnyOutcome", bound=CellOutcome)
 
 
@@ -37,22 +39,26 @@ class Results(Generic[AnyOutcome]):
     def __init__(self, path: Path, read: Callable[[Record], AnyOutcome]) -> None:
         """Read what is there, each line by `read`; a line that was cut off is none."""
         self.path = path
-        found = map(read, read_records(self.path))
-        self.outcomes: dict[NamedCell, AnyOutcome] = {outcome.cell: outcome for outcome in found}
+        self._lines = list(map(read, read_records(self.path)))
+        self.outcomes: dict[NamedCell, AnyOutcome] = {outcome.cell: outcome for outcome in self._lines}
+        self.left_out: list[str] = []
+        """Names of the cells with lines that `leave_out_others` took out."""
 
-    def refuse_others(self, wanted: Callable[[AnyOutcome], str]) -> None:
-        """Raise `ConfigError` if outcomes were measured with other settings, or from another model, than
-        `wanted` says of them."""
-        other = next((o for o in self.outcomes.values() if o.settings != wanted(o)), None)
-        if other is not None:
-            raise ConfigError(
-                f"{self.path} holds outcomes of other settings or of another initial model, such as "
-                f"{other.cell.name}: give the settings that they had, or another --directory"
-            )
+    def leave_out_others(self, wanted: Callable[[AnyOutcome], str]) -> None:
+        """Take out the outcomes that were measured with other settings, or from another model, than `wanted`
+        says of them. Their lines stay in the file, and the log names them."""
+        self.left_out = sorted({o.cell.name for o in self._lines if o.settings != wanted(o)})
+        self.outcomes = {o.cell: o for o in self._lines if o.settings == wanted(o)}
+        if self.left_out:
+            log.warning(
+                "outcomes_of_other_settings", file=str(self.path), cells=", ".join(self.left_out),
+                remedy="they are measured again; or give the settings or the initial model that they had",
+            )  # fmt: skip
 
     def add(self, outcome: AnyOutcome) -> None:
         """Append an outcome, durably."""
         make_directory(self.path.parent)
         append_records(self.path, [outcome.to_json()])
         fsync_path(self.path)
+        self._lines.append(outcome)
         self.outcomes[outcome.cell] = outcome

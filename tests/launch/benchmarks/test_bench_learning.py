@@ -196,7 +196,7 @@ def test_the_table_has_a_row_for_each_arm_and_the_picture_is_drawn(tmp_path: Pat
 # --- calls that go on ---
 
 
-async def test_a_later_call_measures_only_what_is_missing_and_refuses_other_settings(tmp_path, monkeypatch):
+async def test_a_later_call_measures_only_what_is_missing_or_of_other_settings(tmp_path, monkeypatch):
     cells = grid(["guess"], FAILURES, [0, 1])
     settings = digest("guess", {}, steps=5)
     Results(tmp_path / "cells.jsonl", Outcome.of_json).add(outcome(settings=settings))
@@ -216,8 +216,8 @@ async def test_a_later_call_measures_only_what_is_missing_and_refuses_other_sett
     assert measured == [(cell, cell.name) for cell in cells[1:]]
     assert (found["measured_now"], found["cells"]) == (1, 2)
     assert set(found["failed"]) == {cell.name for cell in cells[2:]}
-    with pytest.raises(ConfigError, match="other settings"):
-        await measure_cells(plan, asyncio.Event(), steps=6)
+    others = await measure_cells(replace(plan, limit_s=0.0), asyncio.Event(), steps=6)
+    assert (others["cells"], others["of_other_settings"]) == (0, [cell.name for cell in cells[:2]])
 
 
 async def test_each_preset_takes_its_own_steps_unless_a_call_names_them(tmp_path, monkeypatch):

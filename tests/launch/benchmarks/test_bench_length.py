@@ -17,7 +17,7 @@ from benchmarks.length.outcome import Outcome, outcome_of
 from benchmarks.length.report import report, table
 from benchmarks.length.task import LIMIT, MOST_NEEDED, score, write_task
 from benchmarks.whole_runs.extent import Plan
-from bus.errors import ConfigError, SluiceError
+from bus.errors import SluiceError
 from bus.trajectory import FinishReason
 from storage.built_in_tasks.generators import load_demonstrations
 from storage.prompt_files.dataset import load_prompts
@@ -182,7 +182,7 @@ def test_the_table_has_a_cell_for_each_arm_and_the_picture_is_drawn(tmp_path: Pa
 # --- calls that go on ---
 
 
-async def test_a_later_call_measures_only_what_is_missing_and_refuses_other_settings(tmp_path, monkeypatch):
+async def test_a_later_call_measures_only_what_is_missing_or_of_other_settings(tmp_path, monkeypatch):
     cells = [Cell(0, "wrong", 8, method) for method in ("token_tis", "ppo_clip")]
     plan = Plan(cells, tmp_path / "of", tmp_path / "length.jsonl", {}, parallel=1, cell_s=60.0, limit_s=60.0)
     ran: list[str] = []
@@ -199,5 +199,8 @@ async def test_a_later_call_measures_only_what_is_missing_and_refuses_other_sett
     both = await measure_cells(plan, asyncio.Event(), steps=5)
     assert (both["cells"], both["measured_now"]) == (2, 1)
     assert ran == [cell.name for cell in cells]
-    with pytest.raises(ConfigError, match="holds outcomes of other settings"):
-        await measure_cells(plan, asyncio.Event(), steps=6)
+    others = await measure_cells(plan, asyncio.Event(), steps=6)
+    assert (others["cells"], others["measured_now"]) == (2, 2)
+    assert others["of_other_settings"] == sorted(ran[:2])
+    again = await measure_cells(plan, asyncio.Event(), steps=5)
+    assert (again["cells"], again["measured_now"]) == (2, 0)

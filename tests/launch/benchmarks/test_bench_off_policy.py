@@ -9,6 +9,7 @@ from math import inf, isnan, nan
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from benchmarks.commands import learning, length, off_policy
 from benchmarks.off_policy import cell_run
@@ -232,12 +233,20 @@ def test_results_go_on_after_a_line_that_was_cut_off(tmp_path: Path):
     assert [cell.seed for cell in Results(results.path, Outcome.of_json).outcomes] == [0, 1]
 
 
-def test_outcomes_of_other_settings_are_refused(tmp_path: Path):
+def test_outcomes_of_other_settings_are_named_and_measured_again_beside_their_lines(tmp_path: Path):
     results = Results(tmp_path / "cells.jsonl", Outcome.of_json)
     results.add(outcome())
-    results.refuse_others(lambda _: "s")
-    with pytest.raises(ConfigError, match="other settings or of another initial model"):
-        results.refuse_others(lambda _: "t")
+    results.leave_out_others(lambda _: "s")
+    assert list(results.outcomes) == [outcome().cell]
+    with capture_logs() as logs:
+        results.leave_out_others(lambda _: "t")
+    assert results.outcomes == {}
+    assert [line["cells"] for line in logs] == results.left_out == [outcome().cell.name]
+    results.add(replace(outcome(), settings="t"))
+    for settings in ("s", "t"):
+        again = Results(tmp_path / "cells.jsonl", Outcome.of_json)
+        again.leave_out_others(lambda _, wanted=settings: wanted)
+        assert [one.settings for one in again.outcomes.values()] == [settings]
 
 
 # --- over seeds ---
