@@ -52,7 +52,7 @@ class Evaluation:
     drawn_by: tuple[int, int]
     """Oldest and newest version that sampled a token of the answers."""
     failed: int
-    """Number of failed rollouts, which count as reward 0."""
+    """Number of failed rollouts, which no mean counts."""
     scores: dict[str, float] = field(default_factory=dict)
     """Further scores, such as pass@4."""
     lag: int = 0
