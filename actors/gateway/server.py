@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -18,7 +19,7 @@ from aiohttp import web
 from actors.episodes.errors import LatestUses
 from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
-from actors.gateway.dialects.base import Dialect
+from actors.gateway.dialects.base import ChatDialect, Dialect
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.google import GOOGLE, parse_counted
 from actors.gateway.dialects.known_chats import KnownChats
@@ -90,11 +91,8 @@ def _rest_of_stream(dialect: Dialect, ask: Ask, answered: asyncio.Task[Reply]) -
 
 
 log = structlog.get_logger()
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": OPENAI_CHAT,
-    "/v1/responses": OPENAI_RESPONSES,
-    "/v1/messages": ANTHROPIC,
-}
+CHATS: Mapping[str, ChatDialect] = {"/v1/chat/completions": OPENAI_CHAT, "/v1/messages": ANTHROPIC}
+DIALECTS: Mapping[str, Dialect] = {**CHATS, "/v1/responses": OPENAI_RESPONSES}
 GENERATE_PATH = (
     "/{version:v1|v1alpha|v1beta}/models/{model}:{method:generateContent|streamGenerateContent|countTokens}"
 )
@@ -226,8 +224,8 @@ class Gateway:
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/responses", self._respond)
             app.router.add_post(f"{prefix}/v1/conversations", self._converse)
-            for path in ("/v1/chat/completions", "/v1/messages"):
-                app.router.add_post(prefix + path, self._complete)
+            for path, dialect in CHATS.items():
+                app.router.add_post(prefix + path, partial(self._complete, dialect))
             app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
@@ -239,8 +237,8 @@ class Gateway:
             self._further(app)
         return app
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
+    async def _complete(self, dialect: ChatDialect, request: web.Request) -> web.StreamResponse:
+        session, raw = self.session_of(request), await self.body_of(request)
         ask = dialect.parse(raw, session.chats)
         return await self._answered(request, session, dialect, _attempt_of(request, raw), ask)
 

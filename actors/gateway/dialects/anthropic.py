@@ -14,7 +14,7 @@ from actors.gateway.dialects.base import (
     FAILED,
     MOST_STOPS,
     Body,
-    Dialect,
+    ChatDialect,
     Part,
     Shown,
     arguments_of,
@@ -329,4 +329,4 @@ def _error_event(refusal: RefusedError) -> bytes:
 
 
 PING = data_event({"type": "ping"}, "ping")
-ANTHROPIC = Dialect(_parse, _body, _events, _error, _error_event, keep_alive=PING)
+ANTHROPIC = ChatDialect(_body, _events, _error, _error_event, keep_alive=PING, parse=_parse)

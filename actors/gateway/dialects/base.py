@@ -25,8 +25,6 @@ Shown = dict[str, JSON]
 class Dialect:
     """One API over HTTP."""
 
-    parse: Callable[[bytes, KnownChats[Meaning]], Ask]
-    """Read a request, of whose chat only what is not known is read; raises `RefusedError`."""
     body: Callable[[Ask, Reply], Shown]
     events: Callable[[Ask, Reply], Iterator[bytes]]
     """Yield the answer as server-sent events, to the last one."""
@@ -37,6 +35,14 @@ class Dialect:
     """What a stream carries while nothing is known."""
     told_in_streams: frozenset[str] = frozenset()
     """Codes of refusals that a client which asked for a stream reads there, and not with a status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDialect(Dialect):
+    """One API whose requests hold their whole chat."""
+
+    parse: Callable[[bytes, KnownChats[Meaning]], Ask]
+    """Read a request, of whose chat only what is not known is read; raises `RefusedError`."""
 
 
 class Body(BaseModel):

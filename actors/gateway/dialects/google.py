@@ -14,7 +14,7 @@ from actors.gateway.dialects.base import (
     MOST_CHOICES,
     MOST_STOPS,
     Body,
-    Dialect,
+    ChatDialect,
     Part,
     Shown,
     arguments_of,
@@ -317,7 +317,7 @@ def _error_event(refusal: RefusedError) -> bytes:
     return json.dumps(_error(refusal)).encode() + b"\n"
 
 
-GOOGLE = Dialect(
-    _parse, _body, _events, _error, _error_event,
+GOOGLE = ChatDialect(
+    _body, _events, _error, _error_event, parse=_parse,
     keep_alive=b"\n",  # genai takes any other line for JSON, comments too
 )  # fmt: skip

@@ -11,7 +11,7 @@ from actors.gateway.dialects.base import (
     MOST_CHOICES,
     MOST_STOPS,
     Body,
-    Dialect,
+    ChatDialect,
     Part,
     Shown,
     content_of,
@@ -230,4 +230,4 @@ def _error_event(refusal: RefusedError) -> bytes:
     return data_event(error(refusal))
 
 
-OPENAI_CHAT = Dialect(_parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n")
+OPENAI_CHAT = ChatDialect(_body, _events, error, _error_event, keep_alive=b": keep-alive\n\n", parse=_parse)

@@ -23,7 +23,7 @@ from actors.gateway.dialects.base import (
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Origin, Reply
-from actors.gateway.dialects.known_chats import KnownChats, Meaning
+from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_chat import demanded, error
 from actors.gateway.dialects.refusal import RefusedError, invalid, parsed
 from actors.policy.messages import Tool, ToolCall, ToolCallError
@@ -210,11 +210,6 @@ class Continued:
     """Its last item, behind which the answer is kept; None where nothing is to be kept."""
     conversation: str | None
     """Id under which the answer is kept, besides its own."""
-
-
-def _parse(raw: bytes, _: KnownChats[Meaning]) -> Ask:
-    request = parsed(_Request, raw)
-    return _asked(request, _last(None, request.items))
 
 
 def _asked(request: _Request, last: _Kept | None) -> Ask:
@@ -528,6 +523,6 @@ def _error_event(refusal: RefusedError) -> bytes:
 TOLD_IN_STREAMS = frozenset(("context_length_exceeded",))
 """Codex shortens its history where a stream says so, and gives up where a status does."""
 OPENAI_RESPONSES = Dialect(
-    _parse, _body, _events, error, _error_event,
+    _body, _events, error, _error_event,
     keep_alive=b": keep-alive\n\n", told_in_streams=TOLD_IN_STREAMS,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.google import GOOGLE
 from actors.gateway.dialects.known_chats import KnownChats
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
-from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
+from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES, KeptResponses
 from actors.gateway.dialects.refusal import RefusedError, TooLongError
 from actors.gateway.session import pinned
 from actors.gateway.tool_hooks import ToolHookError, passed
@@ -41,7 +41,10 @@ CALLING = reply(content="", reasoning="hm", tool_calls=(CALL,), finish="tool_cal
 
 
 def ask(dialect, **body) -> Ask:
-    return dialect.parse(json.dumps(body).encode(), KnownChats())
+    raw = json.dumps(body).encode()
+    if dialect is OPENAI_RESPONSES:
+        return KeptResponses(1 << 20).read(raw).ask
+    return dialect.parse(raw, KnownChats())
 
 
 def events(dialect, what: Reply, asked: Ask = ASK) -> list[dict]:

@@ -82,6 +82,8 @@ def reader(dialect):
 
 
 def afresh(dialect, raw):
+    if dialect is OPENAI_RESPONSES:
+        return KeptResponses(1 << 20).read(raw).ask
     return dialect.parse(raw, KnownChats())
 
 
