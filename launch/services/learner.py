@@ -81,16 +81,15 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
 def say_streams(config: RunConfig, model: Path) -> None:
     """Log, on rank 0 alone, how much traffic the streams of trajectories hold."""
-    import torch
 
     from launch.plan.plan import held_traffic, run_hf_config
     from learner.distributed.process_group import world_rank
-    from learner.metrics.gpus import gpu_named
+    from learner.metrics.gpus import own_gpu
     from learner.model_directories.model_directory import load_hf_config
 
     if world_rank() or not config.learner.steps:
         return
-    gpu = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    gpu = own_gpu()
     hf_config = load_hf_config(model) if model.is_dir() else run_hf_config(config)
     held = held_traffic(config, hf_config, gpu)
     figures = {"mib": held.stream_mib, "steps": round(held.steps, 1)}

@@ -29,3 +29,10 @@ def gpu_named(device_name: str) -> Gpu | None:
     """Return the kind of a GPU by the name that CUDA gives it, such as NVIDIA H200; None if unknown."""
     words = device_name.lower().replace("-", " ").split()
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
+def own_gpu() -> Gpu | None:
+    """Return the kind of this process's GPU; None without one, or if it is unknown."""
+    import torch  # other callers name a GPU without it
+
+    return gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from learner.metrics.gpus import gpu_named
+from learner.metrics.gpus import own_gpu
 
 GIB = 1 << 30
 
@@ -21,7 +21,7 @@ def utilisation(seconds: Mapping[str, float], flops: float) -> dict[str, float]:
         "memory/gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
     }
     torch.cuda.reset_peak_memory_stats()
-    gpu = gpu_named(torch.cuda.get_device_name())
+    gpu = own_gpu()
     update_s = seconds.get("update_s", 0.0)
     if gpu is not None and update_s:
         found["train/mfu"] = flops / (update_s * dist.get_world_size() * gpu.peak_flops)

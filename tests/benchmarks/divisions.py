@@ -40,7 +40,7 @@ from bus.errors import ConfigError, SluiceError
 from launch.plan.plan import Plan, Question, plan
 from launch.process.log_settings import configure_logging
 from launch.settings.run_config import RunConfig, resolve
-from learner.metrics.gpus import GPUS, gpu_named
+from learner.metrics.gpus import GPUS, own_gpu
 from soak.local_run import LocalRun
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
@@ -121,9 +121,8 @@ def settings(cell: Cell, directory: Path) -> RunConfig:
 def planned(cell: Cell, directory: Path) -> Plan:
     """Return what `launch plan` says of a run. Raises `ConfigError` for one that it refuses."""
     config: Any = settings(cell, directory)
-    gpu = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     answer = config.actors.environment.lengths.median
-    asked = Question(gpu or GPUS["h200"], cell.gpus, PROMPT_TOKENS, int(answer))
+    asked = Question(own_gpu() or GPUS["h200"], cell.gpus, PROMPT_TOKENS, int(answer))
     return plan(config, shape(cell.shape), asked, instead=False)
 
 
