@@ -34,6 +34,7 @@ from actors.rollouts.worker import Worker
 from actors.settings.actors import SingleTurnConfig
 from actors.settings.engines import SglangEngineConfig
 from actors.weights.follow import PolicyFollower
+from benchmarks.run_bus import make_run
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -41,7 +42,6 @@ from bus.errors import ConfigError, EngineError
 from bus.messages import Lease, Prompt
 from bus.server.nats_server import NatsServer
 from bus.streams.publish import Publisher
-from bus.topology import ensure
 from storage.chats.stop_tokens import AddedToken
 
 SAMPLES = 8
@@ -149,8 +149,7 @@ async def _measure(engine: SglangEngine, bus_url: str, load: ActorLoad) -> tuple
     up."""
     bare, actor = [], []
     async with Bus.connect(BusConfig(url=bus_url), "bench", name="bench") as bus:
-        await ensure(bus.js, bus.topology, shards=1)
-        await bus.create_keys()
+        await make_run(bus)
         for number in range(load.rounds + 1):
             bare.append(await _bare(engine.url, number, load))
             actor.append(await _through_an_actor(bus, engine, number, load))

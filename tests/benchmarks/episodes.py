@@ -25,6 +25,7 @@ from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.groups import InterruptionConfig
 from actors.weights.follow import PolicyFollower
 from benchmarks.episode_kinds import ANSWERS, QUESTION, REPOSITORY, Kind, environment_of
+from benchmarks.run_bus import make_run
 from benchmarks.scripted_engine import ScriptedEngine
 from bus.codec import Json, encode
 from bus.config import BusConfig
@@ -34,7 +35,7 @@ from bus.messages import Lease, Prompt
 from bus.process.process_tuning import few_collections, quick_turns
 from bus.server.nats_server import NatsServer
 from bus.streams.publish import Publisher
-from bus.topology import ensure, trajectories_stream
+from bus.topology import trajectories_stream
 from bus.waiting import cancelled
 from launch.settings.run_config import resolve
 from launch.verify.comparison import Verdicts
@@ -120,8 +121,7 @@ async def _bench(load: EpisodesLoad) -> Report:
             Bus.connect(BusConfig(url=server.url), "bench", name="bench") as bus,
             environment_of(load.kind, load.turns, load.episodes) as environment,
         ):
-            await ensure(bus.js, bus.topology, shards=1)
-            await bus.create_keys()
+            await make_run(bus)
             await _offer(bus, load)
             account = Path(directory) / "account"
             parts = WorkerParts(

@@ -23,13 +23,13 @@ import uvloop
 
 from benchmarks.many_actors import Server
 from benchmarks.replay_workload import Material
+from benchmarks.run_bus import make_run
 from benchmarks.swarm import PACKAGES
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.requests import ReadRequest
 from bus.streams.publish import Publisher, together
-from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from storage.client.expert_reader import ExpertReader
 from storage.client.expert_sender import ExpertSender
@@ -55,8 +55,7 @@ async def measure() -> dict[str, list[float]]:
             Server(Path(made) / "nats") as server,
             Bus.connect(BusConfig(url=server.url), RUN, name="actor") as bus,
         ):
-            await bus.create_keys()
-            await ensure(bus.js, bus.topology, shards=1)
+            await make_run(bus)
             async with _shard(server.url, made):
                 for n in range(ROUNDS + 1):  # the first warms up
                     for way in ("bus", "http") if n % 2 == 0 else ("http", "bus"):

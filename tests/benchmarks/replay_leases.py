@@ -22,6 +22,7 @@ import structlog
 import uvloop
 
 from benchmarks.replay_workload import SHORT, Figures, Material, Size
+from benchmarks.run_bus import make_run
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -33,7 +34,7 @@ from bus.requests import BatchLease, BatchRequest, Done, StepCommitted, Waiting
 from bus.server.nats_server import NatsServer
 from bus.streams.consume import Inbox, consume
 from bus.streams.publish import Publisher
-from bus.topology import ensure, shard_of
+from bus.topology import shard_of
 from bus.trajectory import TrajectoryBatch
 from storage.dispatch.dispatcher import Dispatcher
 from storage.ledger.ledger import Ledger
@@ -62,8 +63,7 @@ async def _measure(directory: Path, steps: int) -> tuple[Figures, Figures]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(directory / "bus"))
         bus = await stack.enter_async_context(Bus.connect(BusConfig(url=server.url), RUN, name="learner"))
-        await ensure(bus.js, bus.topology, SHARDS)
-        await bus.create_keys()
+        await make_run(bus, shards=SHARDS)
         server_before = _rss(server.pid)
         parts = {}
         for part in ("shards", "dispatcher", "actors"):

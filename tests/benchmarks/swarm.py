@@ -14,12 +14,12 @@ from pathlib import Path
 
 import structlog
 
+from benchmarks.run_bus import make_run
 from bus.codec import Json, decode, encode
 from bus.config import BusConfig
 from bus.connection.bus import Bus
 from bus.messages import BlobRef
 from bus.server.nats_server import NatsServer
-from bus.topology import ensure
 from storage.settings.weights_transport import HttpTransport, PeerConfig
 from storage.weights.blob_http import HttpBlobs
 from storage.weights.blob_sources import Blobs
@@ -142,8 +142,7 @@ async def serving(bytes_per_s: int | None = None) -> AsyncIterator[tuple[Bus, Ht
             NatsServer(Path(made) / "nats") as server,
             Bus.connect(BusConfig(url=server.url), RUN, name="learner") as bus,
         ):
-            await bus.create_keys()
-            await ensure(bus.js, bus.topology, shards=1)
+            await make_run(bus)
             store = HttpBlobs(bus, Path(made) / "weights", HttpTransport(bytes_per_s=bytes_per_s))
             await store.start()
             yield bus, store

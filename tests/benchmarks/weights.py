@@ -47,6 +47,7 @@ from actors.weights.follow import PolicyFollower
 from actors.weights.received import Receiver
 from benchmarks.learner_workloads import Workload, weights
 from benchmarks.random_models import refuse_several
+from benchmarks.run_bus import make_run
 from benchmarks.weights_learner import Learning, medium, named
 from bus.codec import Json
 from bus.config import BusConfig
@@ -54,7 +55,6 @@ from bus.connection.bus import Bus
 from bus.messages import BlobRef, PolicyManifest
 from bus.process.process_tuning import few_collections
 from bus.server.nats_server import NatsServer
-from bus.topology import ensure
 from launch.settings.run_config import Layer, RunConfig, validate
 from learner.backends.factory import close_world, init_world
 from learner.distributed.process_group import device
@@ -299,8 +299,7 @@ async def on_a_bus(directory: Path) -> AsyncIterator[Bus]:
         NatsServer(directory / "nats") as server,
         Bus.connect(BusConfig(url=server.url), RUN, name="bench") as bus,
     ):
-        await ensure(bus.js, bus.topology, shards=1)
-        await bus.create_keys()
+        await make_run(bus)
         yield bus
 
 
