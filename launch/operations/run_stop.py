@@ -36,8 +36,8 @@ def stop_run(path: Path, timeout_s: float) -> str:
     if supervisor is None and (path / "slurm" / "bus").exists():
         raise ConfigError(
             f"run {path.name!r} is a job of Slurm, which requeues a job whose processes end: end it by "
-            f"`scancel --me --name=sluice-{path.name},sluice-{path.name}-actors`, and before that send it "
-            "`scancel --batch --signal=USR1 JOB` for a checkpoint"
+            f"`scancel --batch --signal=USR2 --me --name=sluice-{path.name}`, which saves a checkpoint, or "
+            f"at once by `scancel --me --name=sluice-{path.name},sluice-{path.name}-actors`"
         )
     if not pids:
         return f"run {path.name!r} is not going on, on this host: nothing to stop"

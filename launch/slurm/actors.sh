@@ -3,7 +3,7 @@
 #SBATCH {{ option }}
 {% endfor %}
 # An actor of a run in each job of the array, written by `launch slurm`.
-# More of them: sbatch --array=N-M with this file. Fewer: scancel JOB_[N-M].
+# More of them: sbatch --array=N-M with this file. Fewer: scancel --batch --signal=USR2 JOB_[N-M].
 set -eo pipefail
 {% for line in setup %}
 {{ line }}
@@ -43,7 +43,8 @@ stop() {  # the actor, which hands on what it does not finish
 
 actor= bus= told=
 trap 'told=USR1' USR1  # the time limit is near
-trap 'told=TERM' TERM  # Slurm ends the job, and has told the actor as well
+trap 'told=USR2' USR2  # somebody ends the job, and Slurm kills nothing meanwhile
+trap 'told=TERM' TERM  # Slurm ends the job, has told the actor as well, and kills it after KillWait
 while [[ -z $told ]] && goes_on; do
   now=$(cat "$directory/$run/slurm/bus" 2> /dev/null || true)
   if [[ -n $actor ]] && ! kill -0 "$actor" 2> /dev/null; then
@@ -73,4 +74,4 @@ if [[ $told == TERM ]]; then
   exit
 fi
 stop
-[[ -z $told ]] || exec scontrol requeue "$job"
+[[ $told != USR1 ]] || exec scontrol requeue "$job"

@@ -21,6 +21,7 @@ join() {  # ROLE COMMAND: the words by which a process joins the run
 again= ended=
 # The learner's step saves a checkpoint.
 trap 'again=yes; scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
+trap 'ended=yes; scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR2  # the same, and the job ends
 trap 'ended=yes' TERM  # Slurm ends the job, and has told every process
 # On each node of the learner. Slurm signals every process of a step, and a learner's ranks that get SIGTERM
 # from their agent as well would end at once: so USR1 reaches this shell, which tells the agent alone. SIGTERM

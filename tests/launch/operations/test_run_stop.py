@@ -76,7 +76,7 @@ def test_a_job_of_slurm_is_not_told_to_be_ended_by_its_processes(run: Path):
     (run / "slurm/bus").write_text("nats://node:14222")
     with holding(run / "replay/shard_00/.lock") as shard:
         (run / "lock").write_text("")
-        with pytest.raises(ConfigError, match="`scancel --me --name=sluice-mine,sluice-mine-actors`"):
+        with pytest.raises(ConfigError, match=r"=USR2 --me --name=sluice-mine`.*=sluice-mine,sluice-"):
             stop_run(run, 20)
         assert shard.poll() is None
     with pytest.raises(ConfigError, match="is a job of Slurm"):  # on a host that is none of its own

@@ -256,15 +256,19 @@ def test_the_job_starts_each_process_and_ends_as_the_learner_does(
     assert (here / "then").read_text().strip() == then.format(JOB)
 
 
-def test_before_the_time_limit_the_learner_is_told_to_end_and_the_job_requeues_itself(
-    here: Path, job: Callable[..., Job]
+@pytest.mark.parametrize(
+    ("number", "then"),
+    [(signal.SIGUSR1, f"scontrol requeue {JOB}\n"), (signal.SIGUSR2, f"scancel --signal=USR1 {JOB}\n")],
+)
+def test_a_signal_ends_the_learner_and_the_job_which_requeues_itself_before_the_time_limit(
+    number: int, then: str, here: Path, job: Callable[..., Job]
 ):
     running = job("run.sh", SHOWN='{"state": "stopped"}')
     running.wait_for(3)
-    running.process.send_signal(signal.SIGUSR1)
+    running.process.send_signal(number)
     assert running.process.wait(60) == 0
     assert (here / "drained").read_text() == "learner storage bus "
-    assert (here / "then").read_text() == f"scontrol requeue {JOB}\n"
+    assert (here / "then").read_text() == then
 
 
 def test_an_actor_follows_the_bus_and_ends_with_the_job_of_the_learner(here: Path, job: Callable[..., Job]):
@@ -284,10 +288,18 @@ def test_an_actor_follows_the_bus_and_ends_with_the_job_of_the_learner(here: Pat
     assert not (here / "then").exists()
 
 
-@pytest.mark.parametrize(("engine", "told"), [((), ""), (ENGINE, f"scancel --signal=USR1 {ACTOR}\n")])
-def test_before_the_time_limit_an_actor_ends_and_its_job_requeues_itself(
-    here: Path, job: Callable[..., Job], programs: Callable[..., None], engine: tuple[str, ...], told: str
-):
+@pytest.mark.parametrize(
+    ("number", "engine", "then"),
+    [
+        (signal.SIGUSR1, (), f"scontrol requeue {ACTOR}\n"),
+        (signal.SIGUSR1, ENGINE, f"scancel --signal=USR1 {ACTOR}\nscontrol requeue {ACTOR}\n"),
+        (signal.SIGUSR2, ENGINE, f"scancel --signal=USR1 {ACTOR}\n"),
+    ],
+)
+def test_a_signal_ends_an_actor_and_its_job_which_requeues_itself_before_the_time_limit(
+    number: int, engine: tuple[str, ...], then: str,
+    here: Path, job: Callable[..., Job], programs: Callable[..., None],
+):  # fmt: skip
     write("--slurm.look-s", "1", *engine)
     programs(scancel=SCANCEL.replace("> then", ">> then"), scontrol='echo scontrol "$@" >> then')
     (here / "jobs").write_text("7")
@@ -299,7 +311,7 @@ def test_before_the_time_limit_an_actor_ends_and_its_job_requeues_itself(
     own = dict(pairwise(words))
     assert own.get("--actors.engine.node-rank") == ("1" if engine else None)
     assert ("--actors.engine.rendezvous" in own) == bool(engine)
-    running.process.send_signal(signal.SIGUSR1)
+    running.process.send_signal(number)
     assert running.process.wait(60) == 0
     assert (here / "drained").read_text() == "actors "
-    assert (here / "then").read_text() == f"{told}scontrol requeue {ACTOR}\n"
+    assert (here / "then").read_text() == then
