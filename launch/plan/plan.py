@@ -180,9 +180,6 @@ def _with(learner: LearnerConfig, flags: Mapping[str, str | int]) -> dict[str, A
 
 
 GIB = 1 << 30
-CONTEXT_BYTES = round(7.8 * GIB)
-"""What a learner's process takes of a GPU outside torch's allocator: 7.7 and 7.8 GiB of an H200, with an 8B
-and a 0.6B."""
 USABLE = 0.985
 """Share of the rest that torch's allocator gets to give out before its pieces no longer fit."""
 MEM_FRACTION = 0.85
@@ -209,7 +206,7 @@ class Question:
     @property
     def room(self) -> float:
         """Return the bytes of a GPU that a learner can use."""
-        return (self.gpu.memory_gib * GIB - CONTEXT_BYTES) * USABLE
+        return (self.gpu.memory_gib - self.gpu.context_gib) * GIB * USABLE
 
 
 @dataclass(frozen=True, kw_only=True)

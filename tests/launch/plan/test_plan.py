@@ -276,6 +276,13 @@ def test_what_does_not_fit_is_told_with_what_does(tmp_path: Path):
     assert "--learner.world.processes 2" in two.instead
 
 
+def test_other_gpus_lose_what_they_are_taken_to_lose_besides_torchs_allocator():
+    lost = {name: gpu.memory_gib - asked(1, name).room / GIB / 0.985 for name, gpu in GPUS.items()}
+    assert (lost["h200"], lost["h100"]) == (pytest.approx(7.8), pytest.approx(7.8))
+    for name in ("a100", "b200", "l40s"):
+        assert lost[name] / GPUS[name].memory_gib == pytest.approx(7.8 / 139.8, rel=0.02), name
+
+
 def test_a_shape_that_ran_out_of_an_h200s_memory_does_not_fit(tmp_path: Path):
     learner = {"optimizer": {"state_dtype": "bfloat16"}, "batch": {"tokens_per_micro_batch": 4096}}
     found = plan(run_of(LARGE, tmp_path, learner=learner), LARGE, asked(1))
@@ -324,6 +331,10 @@ def test_the_command_prints_a_screen_and_json_from_config_json_alone(tmp_path: P
     assert ended.value.code == 1
     assert (found["fits"], found["parameters"]) == (False, 596_049_920)
     assert found["instead"][0] == "--learner.parallel.recompute full"
+    with pytest.raises(SystemExit):
+        main([*command, "--gpu-memory-gib", "20", "--gpu-context-gib", "4", "--json"])
+    more = json.loads(capsys.readouterr().out)["room"] - found["room"]
+    assert more == pytest.approx(3.8 * 0.985 * GIB)
 
 
 @pytest.mark.parametrize(("layers", "experts", "token_bytes"), [(0, 0, 13), (48, 128, 397), (48, 384, 781)])
