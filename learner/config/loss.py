@@ -42,6 +42,12 @@ class LossFacts:
     """It is of a model that gives an answer one number, after its last token, in place of log-probs."""
 
 
+OF_SEQUENCES = LossFacts(own_ratio=True, zero_without_advantage=True)
+"""Facts of a policy gradient whose ratio is that of a sequence to the policy that sampled it."""
+OF_TOKENS = replace(OF_SEQUENCES, by_sequence=False)
+"""Facts of a policy gradient in which each token has a ratio of its own."""
+
+
 class Loss(Choice):
     """Base of the losses, which states nothing. The function takes tokens
     (`learner.algorithms.tokens.LossTokens`) and the settings, and returns the losses of the tokens [N] and
@@ -110,12 +116,8 @@ class GSPOLoss(Loss):
 
     type: Literal["gspo"] = "gspo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gspo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=True,
-        zero_without_advantage=True,
-        aggregation=SequenceMean(),
-        paper="GSPO (arXiv:2507.18071, eq. 5)",
+    stated: ClassVar[LossFacts] = replace(
+        OF_SEQUENCES, aggregation=SequenceMean(), paper="GSPO (arXiv:2507.18071, eq. 5)"
     )
     sequence_clip_eps: float = Field(3e-4, gt=0)
     """Sets how far below 1 the sequence's ratio may fall before its gradient stops."""
@@ -129,12 +131,8 @@ class CISPOLoss(Loss):
 
     type: Literal["cispo"] = "cispo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:cispo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=False,
-        zero_without_advantage=True,
-        aggregation=TokenMean(),
-        paper="CISPO (arXiv:2506.13585, eq. 4)",
+    stated: ClassVar[LossFacts] = replace(
+        OF_TOKENS, aggregation=TokenMean(), paper="CISPO (arXiv:2506.13585, eq. 4)"
     )
     lowest_weight: float = Field(0.0, ge=0, le=1)
     """Lower bound on the weight: 1 - epsilon low of the paper."""
@@ -147,12 +145,8 @@ class SAPOLoss(Loss):
 
     type: Literal["sapo"] = "sapo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:sapo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=False,
-        zero_without_advantage=True,
-        aggregation=SequenceMean(),
-        paper="SAPO (arXiv:2511.20347)",
+    stated: ClassVar[LossFacts] = replace(
+        OF_TOKENS, aggregation=SequenceMean(), paper="SAPO (arXiv:2511.20347)"
     )
     temperature: float = Field(1.0, gt=0)
     """Sets how fast the gate falls off for tokens of positive advantage."""
@@ -168,12 +162,8 @@ class TOPRLoss(Loss):
 
     type: Literal["topr"] = "topr"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:topr_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=True,
-        zero_without_advantage=True,
-        aggregation=SEQUENCE_SUM,
-        paper="TOPR (arXiv:2503.14286, eq. 8)",
+    stated: ClassVar[LossFacts] = replace(
+        OF_SEQUENCES, aggregation=SEQUENCE_SUM, paper="TOPR (arXiv:2503.14286, eq. 8)"
     )
 
 
@@ -183,7 +173,7 @@ class AIPOLoss(Loss):
 
     type: Literal["aipo"] = "aipo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:aipo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, zero_without_advantage=True)
+    stated: ClassVar[LossFacts] = OF_TOKENS
     ratio_cap: float = Field(5.0, gt=0)
     """Upper bound on the weight; the paper has 2 to 10."""
 
@@ -194,12 +184,8 @@ class GMPOLoss(Loss):
 
     type: Literal["gmpo"] = "gmpo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:gmpo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=True,
-        zero_without_advantage=True,
-        aggregation=SequenceMean(),
-        paper="GMPO (arXiv:2507.20673)",
+    stated: ClassVar[LossFacts] = replace(
+        OF_SEQUENCES, aggregation=SequenceMean(), paper="GMPO (arXiv:2507.20673)"
     )
     log_clip: float = Field(0.4, gt=0)
     """Sets how many nats a token's log ratio may fall below 0 before its gradient stops."""
@@ -215,12 +201,8 @@ class VESPOLoss(Loss):
 
     type: Literal["vespo"] = "vespo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:vespo_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=True,
-        zero_without_advantage=True,
-        aggregation=TokenMean(),
-        paper="VESPO (arXiv:2602.10693)",
+    stated: ClassVar[LossFacts] = replace(
+        OF_SEQUENCES, aggregation=TokenMean(), paper="VESPO (arXiv:2602.10693)"
     )
     power: float = Field(2.0, ge=0)
     """Sets how fast the weight falls off where the ratio is small."""
@@ -242,10 +224,7 @@ class RegressionLoss(Loss):
     type: Literal["regression"] = "regression"
     computed_by: ClassVar[str] = "learner.algorithms.losses.policy_gradients:regression_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=True,
-        aggregation=SEQUENCE_SUM,
-        paper="Kimi k1.5 (arXiv:2501.12599, 2.3.2)",
+        own_ratio=True, aggregation=SEQUENCE_SUM, paper="Kimi k1.5 (arXiv:2501.12599, 2.3.2)"
     )
     kl_weight: float = Field(0.1, gt=0)
     """Advantage that a sequence's log ratio of 1 nat amounts to: a larger one keeps the policy nearer to the
@@ -270,13 +249,8 @@ class ClipCovLoss(Loss):
     type: Literal["clip_cov"] = "clip_cov"
     computed_by: ClassVar[str] = "learner.algorithms.losses.clipped:clip_cov_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = CLIP_COV.settings
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True,
-        by_sequence=False,
-        zero_without_advantage=True,
-        aggregation=TokenMean(),
-        paper="Clip-Cov (arXiv:2505.22617)",
-        picks=CLIP_COV,
+    stated: ClassVar[LossFacts] = replace(
+        OF_TOKENS, aggregation=TokenMean(), paper="Clip-Cov (arXiv:2505.22617)", picks=CLIP_COV
     )
     picked_fraction: float = Field(2e-4, gt=0, le=1)
     """Share of the update's tokens that is picked, one token at least."""
@@ -352,7 +326,7 @@ class DPOLoss(Loss):
     type: Literal["dpo"] = "dpo"
     computed_by: ClassVar[str] = "learner.algorithms.losses.preference:dpo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=True, of_samples=False, of_pairs=True, to_reference=True
+        own_ratio=True, of_samples=False, of_pairs=True, to_reference=True
     )
     beta: float = Field(0.1, gt=0)
     """Reward of a nat by which an answer is likelier than under the reference."""
@@ -378,9 +352,7 @@ class RewardModelLoss(Loss):
 
     type: Literal["reward_model"] = "reward_model"
     computed_by: ClassVar[str] = "learner.algorithms.losses.preference:bradley_terry_loss"
-    stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=True, of_samples=False, of_pairs=True, of_scores=True
-    )
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, of_samples=False, of_pairs=True, of_scores=True)
 
 
 SupervisedLoss = Annotated[SFTLoss | DPOLoss | RewardModelLoss, Field(discriminator="type")]
