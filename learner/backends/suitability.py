@@ -15,7 +15,7 @@ from learner.config.model import ModelConfig
 from learner.config.mtp import MtpConfig
 from learner.config.parallel import ParallelConfig
 from learner.model_directories.dtypes import compute_dtype
-from learner.model_directories.lazy_weights import LazyWeights, State
+from learner.model_directories.lazy_weights import LazyWeights, State, misfits
 from storage.model_files.model_reading import refusing
 
 
@@ -62,9 +62,9 @@ def refuse_other_weights(
         return  # a manifest describes it, or it was made here
     if backend == "fsdp":
         from learner.backends.fsdp.names import FileNames  # like the trainer above
-        from learner.backends.fsdp.weights import misfits
 
-        if problems := sorted(misfits(FileNames(hf_config), state)):
+        names = FileNames(hf_config)
+        if problems := list(misfits(names.files, state, names.is_ignored)):
             raise ConfigError(f"the weights in {directory} do not fit its config.json:\n{listed(problems)}")
     elif not mtp.exists:  # whose head's weights are beside the model's
         refuse_misfits(directory, hf_config, state)

@@ -2,12 +2,14 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128
+
+from bus.errors import ConfigError
 
 State = Mapping[str, Tensor]
 """Weights by their Hugging Face name."""
@@ -133,6 +135,25 @@ def part_of(state: State, name: str, dimension: int, start: int, stop: int) -> T
     if isinstance(state, LazyWeights):
         return state.part(name, dimension, start, stop)
     return state[name].narrow(dimension, start, stop - start)
+
+
+def misfits(
+    expected: Mapping[str, tuple[int, ...]], state: State, is_ignored: Callable[[str], bool]
+) -> Iterator[str]:
+    """Yield, for people, by what a state is not of the expected shapes: what it lacks, what has another one,
+    and what nobody expects nor ignores."""
+    for name, shape in expected.items():
+        if name not in state:
+            yield f"missing {name} {list(shape)}"
+            continue
+        try:
+            found = spec_of(state, name).shape
+        except ConfigError as error:  # of a dtype that weights do not have
+            yield str(error)
+            continue
+        if found != shape:
+            yield f"{name} is {list(found)}, not {list(shape)}"
+    yield from (f"unexpected {name}" for name in state if name not in expected and not is_ignored(name))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -5,14 +5,22 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from bus.errors import ConfigError
-from learner.model_directories.lazy_weights import ChangedWeights, LazyWeights, Spec, part_of, renamed_weights
+from bus.errors import ConfigError, listed
+from learner.model_directories.lazy_weights import (
+    ChangedWeights,
+    LazyWeights,
+    Spec,
+    misfits,
+    part_of,
+    renamed_weights,
+)
 from storage.model_files.families import family_named
 from storage.model_files.text_model import is_multimodal, own_name
 
@@ -59,22 +67,16 @@ class _EachExpert(ChangedWeights):
         return part_of(self._weights, stack, 0, expert, expert + 1)[0, rows]
 
 
+def saved_shapes(hf_config: PretrainedConfig, form: Any = AutoModelForCausalLM) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that transformers saves of a model of this form, by name."""
+    with torch.device("meta"):
+        model = form.from_config(hf_config)
+    tied = model.all_tied_weights_keys
+    saved = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(tensor.shape) for name, tensor in saved.items() if name not in tied}
+
+
 def refuse_other_tensors(source: Path, text: PretrainedConfig, weights: LazyWeights) -> None:
     """Raise `ConfigError` with the tensors that the text model lacks, or has in another shape."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text)
-    tied = model.all_tied_weights_keys
-    expected = {
-        name: tuple(tensor.shape)
-        for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
-        if name not in tied
-    }
-    found = {name: weights.spec(name).shape for name in weights}
-    problems = [
-        f"{name} is {list(found[name]) if name in found else 'missing'}, not {list(shape)}"
-        for name, shape in expected.items()
-        if found.get(name) != shape
-    ]
-    if problems:
-        listed = "\n".join(f"- {problem}" for problem in problems[:10])
-        raise ConfigError(f"the text model in {source} is not what its config.json says:\n{listed}")
+    if problems := list(misfits(saved_shapes(text), weights, lambda _: True)):
+        raise ConfigError(f"the text model in {source} is not what its config.json says:\n{listed(problems)}")

@@ -16,7 +16,7 @@ from bus.process.work_progress import tracked
 from learner.backends.contract.backend import ExportedPiece
 from learner.backends.fsdp.names import FileNames
 from learner.distributed.process_group import device, gathered
-from learner.model_directories.lazy_weights import State, part_of, spec_of
+from learner.model_directories.lazy_weights import State, misfits, part_of
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -38,7 +38,11 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
 
     Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
     the model is then unchanged. Every rank calls this."""
-    problems = {problem for of_rank in gathered(list(misfits(names, state))) for problem in of_rank}
+    problems = {
+        problem
+        for of_rank in gathered(list(misfits(names.files, state, names.is_ignored)))
+        for problem in of_rank
+    }
     if problems:
         raise ConfigError(f"these weights do not fit the model:\n{listed(sorted(problems))}")
     for name, tensor in tracked(tensors.items(), "loading the weights"):
@@ -53,19 +57,6 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
             mine.copy_(part_of(state, next(iter(of_tensor.files)), 0, start, stop))
         else:
             mine.copy_(names.merge(name, state)[start:stop])
-
-
-def misfits(names: FileNames, state: State) -> Iterator[str]:
-    """Yield, for people, what `state` lacks of a model's weights, and what it has besides or otherwise."""
-    wanted = names.files
-    for name, shape in wanted.items():
-        if name not in state:
-            yield f"{name} is missing"
-        elif (found := spec_of(state, name).shape) != shape:
-            yield f"{name} has the shape {list(found)}, the model's is {list(shape)}"
-    for name in state:
-        if name not in wanted and not names.is_ignored(name):
-            yield f"{name} is unexpected"
 
 
 def _as_it_is(_: str, tensor: Tensor) -> Tensor:

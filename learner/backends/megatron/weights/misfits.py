@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError, listed
 from learner.backends.megatron.conversion.base import OUTPUT
 from learner.backends.megatron.conversion.families import family_of
 from learner.backends.shared.score_head import is_reward_model
-from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State
+from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State, misfits
+from learner.model_directories.text_model import saved_shapes
 
 
 def weights_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
@@ -28,27 +27,16 @@ def without_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
 def refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights) -> None:
     """Raise `ConfigError` for weights that are not those which transformers would save for this
     configuration."""
-    with torch.device("meta"):
-        form = AutoModelForSequenceClassification if is_reward_model(hf_config) else AutoModelForCausalLM
-        model = form.from_config(hf_config)
-    expected = {name: t.shape for name, t in revert_weight_conversion(model, model.state_dict()).items()}
-    if hf_config.tie_word_embeddings:
-        expected = {name: size for name, size in expected.items() if name not in OUTPUT.parts}
-    missing = [f"missing {name} {list(size)}" for name, size in expected.items() if name not in state]
-    ignored = (*OUTPUT.parts,) if hf_config.tie_word_embeddings else ()
+    form = AutoModelForSequenceClassification if is_reward_model(hf_config) else AutoModelForCausalLM
     beside = family_of(hf_config).beside
-    unexpected = [
-        f"unexpected {name}"
-        for name in state
-        if name not in expected
-        and name not in ignored
-        and not name.endswith("rotary_emb.inv_freq")
-        and not beside(name)
-    ]
-    others = [
-        f"{name} is {list(state.spec(name).shape)}, not {list(size)}"
-        for name, size in expected.items()
-        if name in state and state.spec(name).shape != tuple(size)
-    ]
-    if problems := [listed(of_kind, 6) for of_kind in (missing, unexpected, others) if of_kind]:
-        raise ConfigError(f"the weights in {source} do not fit its config.json:\n" + "\n".join(problems))
+    found = misfits(
+        saved_shapes(hf_config, form), state, lambda name: beside(name) or says_nothing_new(name, hf_config)
+    )
+    if problems := list(found):
+        raise ConfigError(f"the weights in {source} do not fit its config.json:\n{listed(problems)}")
+
+
+def says_nothing_new(name: str, hf_config: PretrainedConfig) -> bool:
+    """Tell a tied output layer, and a buffer of old Llama files, from what a model may not have."""
+    tied = hf_config.tie_word_embeddings and name in OUTPUT.parts
+    return tied or name.endswith("rotary_emb.inv_freq")

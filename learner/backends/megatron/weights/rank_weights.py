@@ -28,8 +28,8 @@ from learner.backends.megatron.conversion.base import (
 )
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core.megatron_core import parallel_state
+from learner.backends.megatron.weights.misfits import says_nothing_new
 from learner.backends.megatron.weights.stacks import (
-    Places,
     file_name,
     in_files,
     places_in,
@@ -39,7 +39,7 @@ from learner.backends.megatron.weights.stacks import (
     unstacked,
 )
 from learner.distributed.process_group import device, gathered
-from learner.model_directories.lazy_weights import State, part_of, spec_of
+from learner.model_directories.lazy_weights import State, misfits, part_of, spec_of
 
 log = structlog.get_logger()
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -63,8 +63,7 @@ def load_hf_weights(
     if len(wanted) < len(state) and dist.get_rank() == 0:
         why = "they are of heads for several next tokens, which stay as they came"
         log.info("weights_not_trained", tensors=len(state) - len(wanted), why=why)
-    places = places_in(stacks)
-    here = list(_problems(slices, rules, shape, state, wanted, places))
+    here = list(_problems(slices, rules, hf_config, state, wanted))
     problems = list(dict.fromkeys(problem for of_rank in gathered(here) for problem in of_rank))
     if problems:
         raise ConfigError(f"these weights do not fit the model:\n{listed(problems)}")
@@ -327,20 +326,22 @@ def _received(mine: Slice | None, holder: Holder) -> Tensor:
 
 
 def _problems(
-    slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str],
-    places: Places,
+    slices: Mapping[str, Slice], rules: Sequence[Rule], hf_config: PretrainedConfig, state: State,
+    wanted: Set[str],
 ) -> Iterator[str]:  # fmt: skip
-    expected_shapes: dict[str, tuple[int, ...]] = {}
+    """Say what of the weights that are `wanted` of a state does not fit the slices of this rank."""
+    shape, places = shape_of(hf_config), places_in(stacks_of(hf_config))
+    expected: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if rule.megatron in slices:
             sizes = part_shapes_of(rule, slices[rule.megatron], shape)
-            expected_shapes |= dict(zip(rule.parts, sizes, strict=True))
-    for name, expected in in_files(expected_shapes, places).items():
-        yield from _misfit(state, name, expected)
+            expected |= dict(zip(rule.parts, sizes, strict=True))
     known = {file_name(name, places) for rule in rules for name in rule.parts}
-    # A tied output layer and a buffer of old Llama files say nothing new.
-    known |= {name for name in wanted if name.endswith("rotary_emb.inv_freq")}
-    yield from (f"unexpected {n}" for n in sorted(wanted - known) if not (shape.tied and n in OUTPUT.parts))
+    return misfits(
+        in_files(expected, places),
+        state,
+        lambda name: name in known or name not in wanted or says_nothing_new(name, hf_config),
+    )
 
 
 def part_shapes_of(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
@@ -349,16 +350,3 @@ def part_shapes_of(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ..
     if rule.counts_tokens:
         whole = (shape.vocab, *whole[1:])
     return rule.layout.part_shapes(whole, shape)
-
-
-def _misfit(state: State, name: str, expected: tuple[int, ...]) -> Iterator[str]:
-    if name not in state:
-        yield f"missing {name} {list(expected)}"
-        return
-    try:
-        found = spec_of(state, name).shape
-    except ConfigError as error:  # all ranks raise it together
-        yield str(error)
-        return
-    if found != expected:
-        yield f"{name} is {list(found)}, not {list(expected)}"
