@@ -31,7 +31,7 @@ from learner.model_directories.model_directory import (
 )
 from storage.disk import checkpoints
 from storage.disk.atomic_files import make_directory, publish, temporary_sibling
-from storage.disk.file_errors import naming, unwritable
+from storage.disk.file_errors import naming, writing
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,10 @@ def filling(target: Path) -> Iterator[Path]:
     make_directory(target.absolute().parent)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with naming(target):
+        with writing(target), naming(target):
             temporary.mkdir()
             yield temporary
             publish(temporary, target)
-    except OSError as error:
-        raise unwritable(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -41,7 +41,7 @@ from learner.run.restore import restore_alone
 from learner.step.rl_step import lineage_line, train_on
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
-from storage.disk.atomic_files import remove, write_json
+from storage.disk.atomic_files import append_lines, remove, write_json
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -301,7 +301,7 @@ class Shadow:
         }
         metrics = Metrics(source=self._source, step=progress.step, time_s=time.time(), values=values)
         head = {"time_s": metrics.time_s, "source": self._source, "step": metrics.step, "kind": "metrics"}
-        lineage.append_line(self._settings.metrics, head | values)
+        append_lines(self._settings.metrics, [head | values])
         await self._bus.notify(self._bus.subject("events", "metrics"), metrics)
 
     def _on_wait(self, reason: str) -> None:

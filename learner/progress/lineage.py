@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.errors import LostDataError, StorageError
-from storage.disk.file_errors import naming
+from storage.disk.atomic_files import append_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +57,8 @@ class TrainedStep:
 
 
 def record(path: Path, step: TrainedStep) -> None:
-    """Add a line, below whatever a kill left unfinished. A step trained again has a later line."""
-    append_line(path, asdict(step))
-
-
-def append_line(path: Path, values: Mapping[str, object]) -> None:
-    """Add `values` to a file of JSON lines; from then on a kill of this process does not lose them."""
-    line = json.dumps(values, separators=(",", ":")) + "\n"
-    with naming(path), path.open("ab+") as file:
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-        file.write(line.encode())
+    """Add the line of a step. A step trained again has a later line."""
+    append_lines(path, [asdict(step)])
 
 
 def sync(path: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import ConfigError, SchemaError, StorageError
+from bus.errors import ConfigError, SchemaError
 from bus.messages import parse_trajectory_name
 from storage.disk.atomic_files import make_directory, write_file
+from storage.disk.file_errors import writing
 
 FEW_VALUES = 10
 """Up to this many different rewards a comparison has a row for each; beyond, a row for each quarter."""
@@ -38,11 +39,9 @@ def scores_path(run: Path, name: str) -> Path:
 def save_scores(path: Path, scores: Iterable[Score]) -> None:
     """Replace the table atomically and durably, one line per trajectory. Raises `StorageError`."""
     lines = (json.dumps({"trajectory_id": s.trajectory_id, "old": s.old, "reward": s.reward}) for s in scores)
-    try:
+    with writing(path):
         make_directory(path.parent)
         write_file(path, "".join(f"{line}\n" for line in lines).encode())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def load_scores(path: Path) -> dict[tuple[int, int], float]:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from bus.codec import Json
 from bus.errors import LostDataError, StorageError
-from storage.disk.file_errors import unwritable
+from storage.disk.file_errors import naming, writing
 
 PARTS_A_WRITE = 1024
 """Buffers that Linux accepts in one writev (IOV_MAX)."""
@@ -51,7 +51,7 @@ def fsync_tree(directory: Path | str) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Give a finished directory its final name, durably. Raises `StorageError` when `final` exists already or
     the disk refuses; then `final` is as it was."""
-    with _translating(final):
+    with writing(final):
         fsync_tree(temporary)  # before the rename: a power cut must not leave the final name on lost bytes
         _rename(temporary, final)
 
@@ -67,7 +67,7 @@ def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
     once, which matters where this happens many times a second. Raises like `publish`."""
     temporary = temporary_sibling(final)
     folders = {name.rpartition("/")[0] for name in contents} - {""}
-    with _translating(final):
+    with writing(final):
         try:
             temporary.mkdir()
             for folder in folders:
@@ -134,14 +134,6 @@ def _rename(temporary: Path, final: Path) -> None:
     fsync_path(final.parent)  # the new name is durable only when the directory is
 
 
-@contextmanager
-def _translating(final: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(final, error) from error
-
-
 def make_directory(path: Path) -> None:
     """Create `path` and its missing parents, durably."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
@@ -162,7 +154,7 @@ def try_lock(file: IO[Any]) -> bool:
 def lock_file(path: Path) -> BufferedRandom | None:
     """Hold the lock `path` until the file is closed, or this process dies; None if another process has it.
     Raises `StorageError` when there can be no such file."""
-    with _translating(path):
+    with writing(path):
         file = path.open("a+b")
     if try_lock(file):
         return file
@@ -206,6 +198,18 @@ def write_file(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Json) -> None:
     """Replace the file atomically and durably by `value` as indented JSON."""
     write_file(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def append_lines(path: Path, values: Iterable[object]) -> None:
+    """Add a line of JSON for each value, below whatever a kill left unfinished. From then on a kill of this
+    process does not lose them."""
+    lines = "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values)
+    with naming(path), path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                lines = "\n" + lines
+        file.write(lines.encode())
 
 
 def remove(directory: Path) -> None:

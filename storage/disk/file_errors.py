@@ -49,6 +49,15 @@ def unwritable(target: Path, error: OSError) -> StorageError:
 
 
 @contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Have an error of the operating system become that of a target which could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(target, error) from error
+
+
+@contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Have an error of the operating system name this file or directory: what a write raises names none.
 

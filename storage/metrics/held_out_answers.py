@@ -17,7 +17,7 @@ from bus.errors import StorageError
 from bus.evaluation_messages import HeldOutAnswers
 from bus.streams.consume import Inbox, consume_batches
 from storage.disk.atomic_files import fsync_path, temporary_sibling
-from storage.disk.file_errors import unwritable
+from storage.disk.file_errors import writing
 
 log = structlog.get_logger()
 _SCHEMA = """
@@ -59,11 +59,9 @@ class HeldOutStore:
         with unfinished._opened("rwc") as sql:
             sql.execute("PRAGMA journal_mode=WAL")
             sql.execute(_SCHEMA)
-        try:
+        with writing(self.path):
             unfinished.path.replace(self.path)
             fsync_path(self.path.parent)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
     def numbers(self) -> list[int]:
         """Return the numbers of the prompts that have answers, ascending: prompt by prompt as they came."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics
-from storage.disk.file_errors import naming
+from storage.disk.atomic_files import append_lines
 
 Record = dict[str, Json]
 """One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""
@@ -77,14 +77,7 @@ def event_record(
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append lines to the file, after a line that a killed writer may have left unfinished."""
-    lines = "".join(_line(record) for record in records)
-    with naming(path), path.open("ab+") as file:
-        if file.tell() > 0:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                lines = "\n" + lines
-        file.write(lines.encode())
+    append_lines(path, map(_finite, records))
 
 
 def append_latest(path: Path, records: Iterable[Record]) -> None:
@@ -154,7 +147,6 @@ def integer(values: Mapping[str, Json], key: str) -> int:
     return int(value) if isfinite(value) else 0
 
 
-def _line(record: Record) -> str:
+def _finite(record: Record) -> Record:
     """Replace NaN and infinity by null, since JSON has neither."""
-    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, separators=(",", ":")) + "\n"
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}

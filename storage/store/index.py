@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bus.errors import LostDataError, StorageError
 from storage.disk.atomic_files import write_file
+from storage.disk.file_errors import writing
 from storage.store.settled import Settled
 
 LARGEST_GROUP = int(np.iinfo(np.int32).max)
@@ -82,10 +83,8 @@ def save_columns(path: Path, columns: Columns, **more: Any) -> None:
         tokens=columns.tokens,
         **more,
     )
-    try:
+    with writing(path):
         write_file(path, buffer.getvalue())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def load_columns(path: Path) -> tuple[Columns, dict[str, NDArray[np.int64]]]:

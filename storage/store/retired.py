@@ -11,6 +11,7 @@ import numpy as np
 
 from bus.errors import LostDataError, StorageError
 from storage.disk.atomic_files import write_file
+from storage.disk.file_errors import writing
 from storage.store.index import Columns, load_columns, save_columns
 from storage.store.layout import SegmentEntry, merged
 from storage.store.segments import read_columns
@@ -32,10 +33,8 @@ class RetiredSegment:
 def save_pieces(path: Path, pieces: Sequence[RetiredSegment]) -> None:
     """Replace `path` durably by these settled neighbours. Raises `StorageError` when the disk refuses."""
     content = [[p.first, p.last, p.rows, p.leases.start, p.leases.stop] for p in pieces]
-    try:
+    with writing(path):
         write_file(path, json.dumps({"pieces": content}).encode())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def load_retired(path: Path, first: int, last: int) -> tuple[Columns | None, list[RetiredSegment]]:

@@ -5,15 +5,16 @@ settled leaves the memory: it is looked up in the segments when somebody reads i
 the bus delivers once more is refused by its lease's number alone."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import LostDataError, StorageError
+from bus.errors import LostDataError
 from storage.disk.atomic_files import read_json, write_json
+from storage.disk.file_errors import writing
 
 FILE = ".settled"
 _REMEDY = "restore it with the segments beside it"
@@ -85,20 +86,8 @@ def settle_more(before: Settled, through: int, unsettled: Iterable[int]) -> Sett
 def save_settled(directory: Path, settled: Settled) -> None:
     """Replace the file durably. Raises `StorageError` when the disk refuses."""
     path = directory / FILE
-    try:
-        write_json(
-            path,
-            {
-                "through": settled.through,
-                "open": [*sorted(settled.open)],
-                "rows": settled.rows,
-                "forgotten": settled.forgotten,
-                "order": list(settled.order),
-                "youngest": settled.youngest,
-            },
-        )
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
+    with writing(path):
+        write_json(path, asdict(settled) | {"open": sorted(settled.open), "order": list(settled.order)})
 
 
 def load_settled(directory: Path) -> Settled:

@@ -101,14 +101,16 @@ def test_ctrl_c_while_the_command_line_loads_is_no_traceback(tmp_path: Path):
 @pytest.mark.parametrize(
     ("work", "status", "message"),
     [
-        ("append_line(Path('/dev/full'), {'step': 1})", 75, "the disk is full, and /dev/full could not be"),
-        pytest.param(
-            "append_records(Path('/dev/full'), [{'step': 1}])",
+        (
+            "append_lines(Path('/dev/full'), [{'step': 1}])",
             75,
-            "the disk is full, and /dev/full could not",
-            marks=pytest.mark.nightly,
+            "the disk is full, and /dev/full could not be",
         ),
-        ("append_line(Path('/tmp'), {})", 2, "/tmp is a directory, and a file belongs there: move it away"),
+        (
+            "append_lines(Path('/tmp'), [{}])",
+            2,
+            "/tmp is a directory, and a file belongs there: move it away",
+        ),
         pytest.param(
             "Path('/dev/null/x').open('w')", 2, "/dev/null/x lies below a file", marks=pytest.mark.nightly
         ),
@@ -121,8 +123,7 @@ def test_what_a_disk_refuses_ends_a_process_in_a_line_and_a_bug_in_a_traceback(
     program = f"""
 from pathlib import Path
 from launch.process.runtime import run
-from learner.progress.lineage import append_line
-from storage.metrics.records import append_records
+from storage.disk.atomic_files import append_lines
 import asyncio
 
 async def main(stop):
