@@ -356,8 +356,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a line is joined to a torn one",
-        "learner/progress/lineage.py",
-        '                line = "\\n" + line\n',
+        "storage/disk/atomic_files.py",
+        '                lines = "\\n" + lines\n',
         "                pass\n",
         LEARNER,
     ),
