@@ -162,19 +162,21 @@ class Judge:
 
     async def __call__(self, answer: Answer) -> Scored:
         """Return the judge's score, scaled to [0, 1]. Raises UnscoredError where the endpoint refuses the
-        answer, fails on it or is away, or no reply has a score within the bounds."""
-        reply = ""
+        answer, fails on it or is away, or no whole reply has a score within the bounds."""
+        reply, cut_off = "", False
         for _ in range(self._config.attempts):
-            reply = await self._reply(answer)
-            if (score := self._score(reply)) is not None:
+            reply, cut_off = await self._reply(answer)
+            if not cut_off and (score := self._score(reply)) is not None:
                 low, high = self._config.lowest, self._config.highest
                 return Scored((score - low) / (high - low), {"judge_score": score})
+        ending = f", which judge.max_tokens={self._config.max_tokens} cut off" if cut_off else ""
         raise NoScoreError(
             f"reward judge on task {answer.task_id}: none of {self._config.attempts} replies had a score in "
-            f"[{self._config.lowest:g}, {self._config.highest:g}], the last: {reply[-SHOWN:]!r}"
+            f"[{self._config.lowest:g}, {self._config.highest:g}], the last{ending}: {reply[-SHOWN:]!r}"
         )
 
-    async def _reply(self, answer: Answer) -> str:
+    async def _reply(self, answer: Answer) -> tuple[str, bool]:
+        """Return what the judge replies, and whether that is cut off: then its last word is no verdict."""
         message = self._config.template.format(
             prompt=readable(answer.messages), label=answer.label or "", answer=answer.text
         )
@@ -212,11 +214,12 @@ class Judge:
         await self._endpoint.close()
 
 
-def _content(reply: JSON) -> str:
-    """Return the text of the first choice of a chat completion. Raises UnscoredError for another reply."""
+def _content(reply: JSON) -> tuple[str, bool]:
+    """Return the text of the first choice of a chat completion, and whether its limit cut it off. Raises
+    UnscoredError for another reply."""
     choices = reply.get("choices") if isinstance(reply, Mapping) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, Mapping) else None
-    if not isinstance(message, Mapping):
+    if not isinstance(first, Mapping) or not isinstance(message, Mapping):
         raise UnscoredError(f"reward judge: the endpoint answered no chat completion: {str(reply)[:SHOWN]!r}")
-    return text_of(message.get("content"))
+    return text_of(message.get("content")), first.get("finish_reason") == "length"

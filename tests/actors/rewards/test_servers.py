@@ -53,10 +53,9 @@ def json(value, status=200):
     return lambda number, body: web.json_response(value, status=status)
 
 
-def verdict(text, tokens=10):
-    return web.json_response(
-        {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": {"total_tokens": tokens}}
-    )
+def verdict(text, tokens=10, end="stop"):
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": end}
+    return web.json_response({"choices": [choice], "usage": {"total_tokens": tokens}})
 
 
 async def test_a_server_is_told_the_answer_and_gives_its_reward():
@@ -245,6 +244,15 @@ async def test_a_judge_whose_reply_has_no_score_is_asked_again():
     async with judge(lambda number, _: verdict(replies[number - 1])) as (server, scorer):
         assert await scorer.score(answer()) == 0.4
         assert len(server.bodies) == 3
+
+
+async def test_the_last_number_of_a_reply_that_was_cut_off_is_no_score():
+    replies = [verdict("Not a Score: 9 as I", end="length"), verdict("Score: 1", end="length")]
+    async with judge(lambda number, _: (*replies, verdict("Score: 10"))[number - 1]) as (_, scorer):
+        assert await scorer.score(answer()) == 1.0
+    async with judge(lambda *_: verdict("Score: 1", end="length"), attempts=1, max_tokens=2) as (_, scorer):
+        with pytest.raises(RewardError, match=r"the last, which judge\.max_tokens=2 cut off: 'Score: 1'"):
+            await scorer.score(answer())
 
 
 async def test_a_judge_that_never_gives_a_score_is_an_error_and_not_a_zero():
