@@ -270,7 +270,7 @@ class _Service:
     async def _record(self, stop: asyncio.Event, finished: asyncio.Event) -> None:
         """Record the run's metrics; where that fails, have the others end as on `stop`. They are cancelled
         too, but one that just gets an answer of the bus may not notice that."""
-        sinks = (*self._settings.sinks, self._absent_actors)
+        sinks = (*self._settings.sinks, self._absent_actors, self._dispatcher.engine_queues)
         try:
             await record_metrics(self._bus, self._settings.run, finished, sinks=sinks)
         except BaseException:
@@ -368,6 +368,7 @@ class _Service:
             waiting_pulls=leases.num_waiting or 0,
             held_leases=leases.num_ack_pending or 0,
         )
+        self._dispatcher.note_waiting(leases.num_pending or 0)
 
     def _look(self) -> Activity:
         doing, wait = self._doing()
@@ -388,6 +389,7 @@ class _Service:
             "shards_silent": [*sorted(self._dispatcher.silent_shards)],
             "late_rewards": dict(sum((held.store.rewards for held in self._held), Counter())),
             "max_staleness": self._settings.admission.max_staleness,
+            "groups_waiting": self._dispatcher.waiting,
             "alarm": self._absent_actors.alarm,
             **self._queues,
         }

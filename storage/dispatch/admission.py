@@ -6,8 +6,8 @@ There is no bus here and no clock, so that any order of events can be tested. Ch
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from math import ceil
-from statistics import pstdev
 from typing import Literal
 
 from bus.errors import FencedError
@@ -82,15 +82,16 @@ class EssBrake:
 STEPS = 8
 """Steps that are looked at before fewer groups are issued, at first."""
 MOST_STEPS = 64
-MARGIN = 2.0
-"""Standard deviations of what is left over that stay left over; one group at least."""
+LACKING = 0.01
+"""Share of its groups that a step may lack on average, so that data is fresher."""
 
 
 class GroupsAhead:
-    """Lowers the number of groups ahead while some are left over, and raises it when a step lacks some.
+    """Lowers the number of groups ahead while some are spare, and raises it when a step lacks some.
 
     When a step is done, the groups of the next one should be complete. What is complete besides only grows
-    old until it is trained on, whatever the speed of generation, its lengths and their spread."""
+    old until it is trained on, and what waits for an actor then is not needed yet, whatever the speed of
+    generation, its lengths and their spread."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         """Begin with all that the staleness bound allows, as after every start of storage."""
@@ -101,30 +102,39 @@ class GroupsAhead:
         self._steps = STEPS
         self._settling = 0
         """Steps that still train on what an earlier number of groups brought."""
-        self._left_over: list[int] = []
+        self._spare: list[int] = []
 
-    def step_done(self, left_over: int) -> None:
-        """Take note of how many complete groups there are besides the next step's; of how many it lacks, as a
-        negative number."""
+    def step_done(self, left_over: int, waiting: int = 0) -> None:
+        """Take note of a step's end.
+
+        Args:
+            left_over: complete groups besides the next step's; those that it lacks, as a negative number.
+            waiting: groups that no actor has begun. More of them would not come sooner."""
         if not self._follows_need:
             return
-        if left_over < 0:
+        if left_over < 0 and not waiting:
             if self.groups < self._most and not self._settling:
                 self._steps = min(2 * self._steps, MOST_STEPS)  # it was lowered too far: do it less often
             self._set(min(self._most, self.groups - left_over))
         elif self._settling:
             self._settling -= 1
         else:
-            self._left_over.append(left_over)
-            if len(self._left_over) == self._steps:
-                surplus = min(self._left_over) - max(1.0, MARGIN * pstdev(self._left_over))
-                self._set(max(0, self.groups - max(0, int(surplus))))
+            self._spare.append(max(0, left_over) + waiting)
+            if len(self._spare) == self._steps:
+                self._set(max(0, self.groups - self._surplus()))
+
+    def _surplus(self) -> int:
+        """Return the largest number of groups without which these steps would have lacked no more than
+        `LACKING`: the newsvendor's quantile, by what steps lack instead of how many lack some."""
+        lacking = LACKING * self._groups_per_step * len(self._spare)
+        sums = accumulate(sorted(self._spare))
+        return int(min((lacking + fewest) / n for n, fewest in enumerate(sums, 1)))
 
     def _set(self, groups: int) -> None:
         if groups != self.groups:
             self._settling = ceil(max(groups, self.groups) / self._groups_per_step) + 1
         self.groups = groups
-        self._left_over = []
+        self._spare = []
 
 
 TRAINS_FROM = "trains_from"
@@ -158,6 +168,8 @@ class Admission:
         """Hears once of each group that is complete or rejected, with its rewards if they are known."""
         self._prompts_left = prompts_left
         """Returns how many leases there are prompts for."""
+        self.waiting = 0
+        """Groups issued that no actor has begun, as far as is known."""
         self.to_close: set[int] = set()
         """Groups that keep a step for too long: their shards are to close them short."""
         self.brake = EssBrake(ledger, config.ess_brake)
@@ -272,7 +284,8 @@ class Admission:
         each, ledger = self._config.groups_per_step, self._ledger
         next_step = manifest.policy_version - manifest.trains_from + 1
         if manifest.policy_version > before.policy_version and not self.held_back:
-            self.ahead.step_done(len(ledger.stored) + len(ledger.uses(next_step)) - each)
+            left_over = len(ledger.stored) + len(ledger.uses(next_step)) - each
+            self.ahead.step_done(left_over, self.waiting)
 
     def seen(self, shard: int) -> int:
         """Return how many groups of that shard the ledger knows to be complete."""

@@ -34,6 +34,7 @@ from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
 from storage.dispatch.absent_actors import AbsentActors
 from storage.dispatch.admission import Admission
+from storage.dispatch.engine_queues import EngineQueues
 from storage.dispatch.lease_status import LeaseStatus
 from storage.dispatch.leases import LeasePublication, LostLeases
 from storage.ledger.given_groups import Use
@@ -103,6 +104,9 @@ class Dispatcher:
         """Shards that did not answer when they were asked last."""
         self.absent_actors = AbsentActors(ledger)
         """Knows whether actors are there, and why the last ones ended."""
+        self.engine_queues = EngineQueues()
+        """Knows how many requests wait for room in an engine."""
+        self._samples = admission.samples_per_prompt
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
@@ -119,6 +123,16 @@ class Dispatcher:
         """Issue leases from now on: the prompts are known to fit the model."""
         self._admission.opened = True
         self._changed.set()
+
+    @property
+    def waiting(self) -> int:
+        """Return how many groups no actor has begun, as far as is known."""
+        return self._admission.waiting
+
+    def note_waiting(self, leases: int) -> None:
+        """Take note of how many leases no actor has taken. Groups whose requests wait for an engine have not
+        begun either."""
+        self._admission.waiting = leases + int(self.engine_queues.requests // self._samples)
 
     def room(self) -> int:
         """Return the number of leases that may be issued now."""

@@ -88,8 +88,9 @@ class AdmissionConfig(Config):
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
     ahead: Literal["need", "bound"] = "bound"
     """How many groups are issued ahead of the next step. `bound`: all that `max_staleness` allows. `need`: as
-    many of them as keep the learner from waiting, so that data is fresher, with the sampler `fifo`, no reuse
-    and staleness that is not exact."""
+    many of them as keep the learner from waiting or the actors busy, so that data is fresher, with the
+    sampler `fifo`, no reuse and staleness that is not exact. `max_staleness` then bounds stragglers alone:
+    let it be as many steps as the longest rollout takes, or the learner waits for that one."""
     exact_staleness: bool = False
     """Whether each step waits for all that is issued by then, so that a group is sampled by the version of
     its issue and, with a `fifo` sampler, trained on exactly `max_staleness` versions later. With `max_reuse`

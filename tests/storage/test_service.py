@@ -331,7 +331,9 @@ async def test_leases_that_nobody_takes_are_said_until_an_actor_comes(
     await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
     async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
         await until(lambda: bool(heard) and heard[-1].doing.startswith("no actors for 0 min: start `launch"))
+        assert heard[-1].values["groups_waiting"] == 4
         assert await Inbox(bus, "TASKS", "rollout").take(1, 5.0)
+        await until(lambda: heard[-1].values["groups_waiting"] == 3)
         await until(lambda: not heard[-1].doing.startswith("no actors"))
 
 
