@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -85,7 +86,7 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unsent: list[GenerationRequest] = []
         self._generations: dict[str, tuple[GenerationRequest, asyncio.Future[Generation]]] = {}
-        self._orders: set[asyncio.Future[Any]] = set()
+        self._orders: set[Future[Any]] = set()
         """Swaps, scores and health checks that the thread has not come to yet."""
         self._failure: str | None = "it was not started"
         self._released = False
@@ -191,19 +192,19 @@ class EmbeddedEngine:
         self._running_loop()
         first = self.policy_version < 0
         prepared = await asyncio.to_thread(prepare_weights, self._decoder.model, state, complete=first)
-        return await self._obeyed(partial(self._swap, prepared, policy_version))
+        return await self._between_steps(partial(self._swap, prepared, policy_version))
 
     async def release(self) -> None:
         """Decode nothing until `resume`, and free the cache; raises EngineError while requests are decoded.
         The weights lie in the process's memory and stay there."""
-        await self._obeyed(self._release)
+        await self._between_steps(self._release)
 
     async def resume(self) -> None:
-        await self._obeyed(self._resume)
+        await self._between_steps(partial(setattr, self, "_released", False))
 
     async def check_health(self) -> None:
         """Return when the thread has ended its decode step. Raises EngineError when it has ended itself."""
-        await self._obeyed(lambda done: self._to_loop(partial(self._deliver_order, done, 0.0)))
+        await self._between_steps(lambda: None)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
@@ -218,7 +219,7 @@ class EmbeddedEngine:
             )
         if any(images) and not self._decoder.sees:
             raise EngineError("images are to be scored, and the model reads nothing but text")
-        return await self._obeyed(partial(self._score, sequences, images))
+        return await self._between_steps(partial(self._decoder.score, sequences, images))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
@@ -235,13 +236,22 @@ class EmbeddedEngine:
         if self._thread.is_alive():
             raise EngineError(f"the embedded engine did not stop within {self._config.close_timeout_s} s")
 
-    async def _obeyed(self, order: Callable[["asyncio.Future[T]"], None]) -> T:
-        """Run `order` in the thread, between two decode steps; return what it gives the future."""
-        done: asyncio.Future[T] = self._running_loop().create_future()
+    async def _between_steps(self, work: Callable[[], T]) -> T:
+        """Return what `work` does in the thread, between two decode steps. Raises its `EngineError`."""
+        self._running_loop()
+        done: Future[T] = Future()
+
+        def obey() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except EngineError as error:
+                    done.set_exception(error)
+
         self._orders.add(done)
-        self._commands.put(partial(order, done))
+        self._commands.put(obey)
         try:
-            return await done
+            return await asyncio.wrap_future(done)
         finally:
             self._orders.discard(done)
 
@@ -261,14 +271,6 @@ class EmbeddedEngine:
             if future and expected is request and not future.done():  # else its caller was cancelled
                 future.set_result(generation)
 
-    def _deliver_order(self, done: "asyncio.Future[T]", result: T) -> None:
-        if not done.done():
-            done.set_result(result)
-
-    def _refuse_order(self, done: "asyncio.Future[Any]", error: EngineError) -> None:
-        if not done.done():
-            done.set_exception(error)
-
     def _fail(self, reason: str, interrupted: Sequence[tuple[GenerationRequest, Generation]] = ()) -> None:
         """Tell every waiter that the thread ended, and those in `interrupted` what they had by then."""
         self._failure = self._failure or reason
@@ -277,7 +279,7 @@ class EmbeddedEngine:
             expected, future = self._generations.get(request.request_id, (None, None))
             if future and expected is request and not future.done():
                 future.set_exception(InterruptedGenerationError(message, generation))
-        waiters: list[asyncio.Future[Any]]
+        waiters: list[asyncio.Future[Any] | Future[Any]]
         waiters = [*(future for _, future in self._generations.values()), *self._orders]
         for waiter in waiters:
             if not waiter.done():
@@ -315,30 +317,14 @@ class EmbeddedEngine:
         if aborted := self._decoder.abort(request_id):
             self._to_loop(partial(self._deliver, aborted))
 
-    def _release(self, done: "asyncio.Future[float]") -> None:
-        try:
-            self._decoder.free_cache()
-        except EngineError as error:
-            self._to_loop(partial(self._refuse_order, done, error))
-        else:
-            self._released = True
-            self._to_loop(partial(self._deliver_order, done, 0.0))
+    def _release(self) -> None:
+        self._decoder.free_cache()
+        self._released = True
 
-    def _resume(self, done: "asyncio.Future[float]") -> None:
-        self._released = False
-        self._to_loop(partial(self._deliver_order, done, 0.0))
-
-    def _swap(self, prepared: dict[str, Tensor], policy_version: int, done: "asyncio.Future[float]") -> None:
+    def _swap(self, prepared: dict[str, Tensor], policy_version: int) -> float:
         start = time.perf_counter()
         self._decoder.swap_weights(prepared, policy_version)
-        self._to_loop(partial(self._deliver_order, done, time.perf_counter() - start))
-
-    def _score(
-        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]],
-        done: "asyncio.Future[list[list[float]]]",
-    ) -> None:  # fmt: skip
-        found = self._decoder.score(sequences, images)
-        self._to_loop(partial(self._deliver_order, done, found))
+        return time.perf_counter() - start
 
     def _to_loop(self, callback: Command) -> None:
         assert self._loop is not None, "start() sets it before the thread runs"
