@@ -12,7 +12,7 @@ from actors.engines.fleet.shared_servers import SharedServers
 from actors.environments.base import CallsRewards, Environment, RunsOnDemand
 from actors.evaluation.engines import OwnEngine
 from actors.evaluation.evaluator import Evaluator
-from actors.metrics.counters import report_end, report_metrics
+from actors.metrics.counters import report_actor, report_end, report_metrics
 from actors.metrics.engine_report import EngineReport
 from actors.other_policies.further_policy import FurtherPolicy
 from actors.other_policies.opponents import Opponents
@@ -25,7 +25,7 @@ from actors.weights.follow import PolicyFollower
 from actors.weights.probe import ProbeCheck
 from bus.codec import Json
 from bus.connection import Bus
-from bus.connection.status import Activity, report_status
+from bus.connection.status import Activity
 from bus.errors import ConfigError, leaves
 from bus.messages import Wait
 
@@ -85,16 +85,7 @@ class Actor:
             tasks.create_task(self._follower.run(finished))
             tasks.create_task(self._probe.run(finished))
             tasks.create_task(self._opponents.run(lambda: self._follower.latest, finished))
-            tasks.create_task(
-                report_status(
-                    self._bus,
-                    source=actor_name(),
-                    role="actor",
-                    look=self._look,
-                    stop=finished,
-                    waits_for=self._waits_for,
-                )
-            )
+            tasks.create_task(report_actor(self._bus, self._look, finished, waits_for=self._waits_for))
             tasks.create_task(
                 report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
             )

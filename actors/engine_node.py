@@ -8,12 +8,13 @@ from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.engine_nodes import FollowingNode
 from actors.engines.fleet.gpu_plan import gpu_plan
 from actors.evaluating_actor import AnnouncedPolicy
+from actors.metrics.counters import report_actor
 from actors.run_end import stop_when_done
 from actors.settings.actors import ActorsConfig
 from actors.weights.first_policy import actor_name, first_policy
 from actors.weights.follow import obtain_model
 from bus.connection import Bus
-from bus.connection.status import Activity, report_status
+from bus.connection.status import Activity
 
 
 async def run_engine_node(bus: Bus, actors: ActorsConfig, logs: Path, stop: asyncio.Event) -> None:
@@ -31,15 +32,7 @@ async def run_engine_node(bus: Bus, actors: ActorsConfig, logs: Path, stop: asyn
         first_gpu = gpu_plan(actors).rollouts[0]
         node = FollowingNode(bus, engine, model, log_file, first_gpu=first_gpu)
         async with EngineClaims.open(bus, actor_name(), engine), asyncio.TaskGroup() as tasks:
-            tasks.create_task(
-                report_status(
-                    bus,
-                    source=actor_name(),
-                    role="actor",
-                    look=lambda: Activity(node.doing, wait="engine"),
-                    stop=finished,
-                )
-            )
+            tasks.create_task(report_actor(bus, lambda: Activity(node.doing, wait="engine"), finished))
             tasks.create_task(policy.run(finished))
             tasks.create_task(stop_when_done(lambda: policy.stage, str, stop))
             try:

@@ -1,17 +1,17 @@
 """The start of an actor's engines, which may take minutes and is shown meanwhile."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeAlias
 
 from actors.engines.fleet.engine_nodes import LeadingNode
 from actors.engines.fleet.fleet import Fleet
 from actors.evaluation.engines import OwnEngine
+from actors.metrics.counters import report_actor
 from actors.other_policies.further_policy import FurtherPolicy
 from actors.other_policies.opponents import Opponents
-from actors.weights.first_policy import actor_name
 from bus.connection import Bus
-from bus.connection.status import Activity, report_status
+from bus.connection.status import Activity
 
 Startable: TypeAlias = LeadingNode | Fleet | Opponents | OwnEngine | FurtherPolicy
 
@@ -20,19 +20,11 @@ async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyn
     """Start the engines, which may take minutes; return False when `stop` came first. Each run that they are
     for is told on its bus: its storage takes the actor for one that is gone else."""
     finished = asyncio.Event()
-    showing = asyncio.gather(
-        *(
-            report_status(
-                bus,
-                source=actor_name(),
-                role="actor",
-                look=lambda: _doing(engines),
-                stop=finished,
-                waits_for=lambda: "its engine to start",
-            )
-            for bus in buses
-        )
-    )
+
+    def show(bus: Bus) -> Awaitable[None]:
+        return report_actor(bus, lambda: _doing(engines), finished, waits_for=lambda: "its engine to start")
+
+    showing = asyncio.gather(*map(show, buses))
     starting = asyncio.create_task(_start_each(engines))
     stopping = asyncio.create_task(stop.wait())
     parts: set[asyncio.Future[Any]] = {starting, stopping, showing}

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.evaluation.evaluator import Evaluator
-from actors.metrics.counters import report_end
+from actors.metrics.counters import report_actor, report_end
 from actors.other_policies.opponents import Opponents
 from actors.run_end import stop_when_done
 from bus.codec import Json
 from bus.connection import Bus
-from bus.connection.status import Activity, report_status
+from bus.connection.status import Activity
 from bus.errors import ConfigError, leaves
 from bus.messages import PolicyManifest
 from bus.waiting import set_within
@@ -69,9 +69,7 @@ class EvaluatingActor:
             tasks.create_task(policy.run(finished))
             tasks.create_task(self.opponents.run(lambda: policy.latest, finished))
             tasks.create_task(self.claims.run(finished))
-            tasks.create_task(
-                report_status(self.bus, source=self.name, role="actor", look=self._look, stop=finished)
-            )
+            tasks.create_task(report_actor(self.bus, self._look, finished))
             tasks.create_task(stop_when_done(lambda: policy.stage, lambda: self.opponents.failure, stop))
             try:
                 await self.evaluator.run(stop)

@@ -23,7 +23,7 @@ from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
 from actors.rewards.base import Closable
 from actors.settings.actors import PluginEnvironmentConfig
-from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
+from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError, leaves
 from bus.process.plugins import built_part
 
 log = structlog.get_logger()
@@ -89,7 +89,7 @@ class PluginEnvironment:
             raise
         except ExceptionGroup as errors:  # of a TaskGroup, as environments of several agents have
             if ours := errors.subgroup(NOT_THE_EPISODES):
-                raise _first(ours) from errors
+                raise next(leaves(ours)) from errors
             raise self._failed(task, errors) from errors
         except Exception as error:
             raise self._failed(task, error) from error
@@ -180,10 +180,3 @@ def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
 
 def _is_episode(outcome: object) -> bool:
     return isinstance(outcome, Episode) and bool(outcome.trajectories)
-
-
-def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return cast(Exception, error)

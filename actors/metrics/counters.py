@@ -8,8 +8,10 @@ from itertools import count
 
 import structlog
 
+from actors.weights.first_policy import actor_name
 from bus.codec import Json, encode
 from bus.connection import Bus
+from bus.connection.status import Activity, report_status
 from bus.errors import BusError
 from bus.messages import Metrics
 from bus.security.permissions import COUNTERS
@@ -22,6 +24,14 @@ PERIOD_S = 1.0
 REPEAT_S = 120.0
 """Seconds until counters that stay as they are come again, in a run of many actors."""
 PUBLISH_TIMEOUT_S = 10.0
+
+
+async def report_actor(
+    bus: Bus, look: Callable[[], Activity], stop: asyncio.Event, *, waits_for: Callable[[], str] = str
+) -> None:
+    """Send what `look` returns until `stop`, as `report_status` does, as the status of this actor process."""
+    source = actor_name()
+    await report_status(bus, source=source, role="actor", look=look, stop=stop, waits_for=waits_for)
 
 
 async def report_metrics(

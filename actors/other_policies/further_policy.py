@@ -18,7 +18,7 @@ from actors.engines.fleet.member import Build
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.engines.sglang.server.kernel_versions import learners_kernels
-from actors.metrics.counters import report_end, report_metrics
+from actors.metrics.counters import report_actor, report_end, report_metrics
 from actors.metrics.engine_report import EngineReport
 from actors.other_policies.opponents import refuse_other_tokenizer
 from actors.rollouts.account import ActorAccount
@@ -32,7 +32,7 @@ from actors.weights.probe import ProbeCheck
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.reporting_rate import follow_pace
-from bus.connection.status import Activity, report_status
+from bus.connection.status import Activity
 from bus.errors import ConfigError
 from bus.messages import AdaptedBase
 from bus.policy_names import DEFAULT_POLICY
@@ -104,9 +104,7 @@ class FurtherPolicy:
             tasks.create_task(self._parts.follower.run(finished))
             tasks.create_task(self._parts.probe.run(finished))
             tasks.create_task(self._parts.admin.run(finished))
-            tasks.create_task(
-                report_status(self._bus, source=source, role="actor", look=self._look, stop=finished)
-            )
+            tasks.create_task(report_actor(self._bus, self._look, finished))
             tasks.create_task(report_metrics(self._bus, source=source, look=self._counters, stop=finished))
 
     async def report_end(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from actors.episodes.task import JSON, Task
 from actors.settings.agents import with_own_python
 from actors.settings.tools import McpConfig
 from actors.tools.base import Arguments, ToolResult
-from bus.errors import ConfigError
+from bus.errors import ConfigError, leaves
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -48,9 +48,10 @@ class McpServer:
         # what a server and its transport raise is open; a wrong one is wrong at the start
         except Exception as error:
             self._end()
+            first = next(leaves(error))
             raise ConfigError(
                 f"MCP server {config.server}: no list of its tools within {config.start_timeout_s:g} s "
-                f"({_reason(error)}): check command and url in actors.environment.tools"
+                f"({type(first).__name__}: {first}): check command and url in actors.environment.tools"
             ) from error
         self._found = self._chosen(found)
 
@@ -251,10 +252,3 @@ def _result(result: CallToolResult) -> ToolResult:
     """Return the texts of an answer; what is no text is named by its kind."""
     parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
     return ToolResult("\n".join(parts), failed=bool(result.is_error))
-
-
-def _reason(error: BaseException) -> str:
-    """Return what went wrong, of several things the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"

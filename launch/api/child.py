@@ -9,14 +9,12 @@ from pathlib import Path
 from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
 from bus.process.child_process import module_command
 from bus.process.host_limits import MemoryKills
-from launch.process.runtime import LOST_DATA, TEMPORARY, USAGE, complaints
+from launch.process.runtime import LOST_DATA, TEMPORARY, USAGE, last_words
 from launch.run_view.recorded_runs import named_holder
 
 POLL_S = 0.05
 HOLD_TIMEOUT_S = 600.0
 """Longest time for the checks before a run, which may read millions of prompts, and for its lock."""
-TAIL_BYTES = 16 << 10
-TAIL_LINES = 15
 ERRORS: Mapping[int, type[SluiceError]] = {
     USAGE: ConfigError,
     LOST_DATA: LostDataError,
@@ -46,12 +44,11 @@ class LocalProcess:
         status = self.process.poll()
         if not status:
             return None
-        said = self._said()
-        if own := complaints(said):
-            return ERRORS.get(status, SluiceError)("\n".join(dict.fromkeys(own)))
-        last = "\n".join(said.splitlines()[-TAIL_LINES:])
-        ending = self.memory_kills.ending(status)
-        return SluiceError(f"`launch local` ended with {ending}; the end of {self.output}:\n{last}")
+        own, last = last_words(self.output, self.begins)
+        if own:
+            return ERRORS.get(status, SluiceError)(own)
+        ending = f"`launch local` ended with {self.memory_kills.ending(status)}"
+        return SluiceError(f"{ending}; the end of {self.output}:\n{last}")
 
     def wait_until_held(self, lock: Path) -> None:
         """Return when the process has checked its settings and holds the run, or has ended.
@@ -66,12 +63,6 @@ class LocalProcess:
                     f"`kill {pid}`, or take it by launch.attach when it is ready"
                 )
             time.sleep(POLL_S)
-
-    def _said(self) -> str:
-        with self.output.open("rb") as written:
-            size = written.seek(0, 2)
-            written.seek(max(self.begins, size - TAIL_BYTES))
-            return written.read().decode(errors="replace")
 
 
 def start_local(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> LocalProcess:

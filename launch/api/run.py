@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -23,7 +22,7 @@ from launch.operations.run_stop import stop_run
 from launch.process.log_settings import configure_logging
 from launch.run_view.history import Evaluation, Step, evaluation_of, is_evaluation, is_step, step_of
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
-from launch.run_view.run_files import recorded_config
+from launch.run_view.run_files import finite, recorded_config
 from launch.trajectories.held_out import named_answers
 from launch.trajectories.stored_groups import stored_groups
 from launch.trajectories.token_texts import Decode, decoder
@@ -67,8 +66,8 @@ def result_of(summary: Mapping[str, Json]) -> Result:
         stage=str(summary["stage"]),
         steps=integer(summary, "steps"),
         policy_version=integer(summary, "policy_version"),
-        accuracy_start=_measured(summary, "heldout_accuracy_start"),
-        accuracy_end=_measured(summary, "heldout_accuracy_end"),
+        accuracy_start=finite(number(summary, "heldout_accuracy_start")),
+        accuracy_end=finite(number(summary, "heldout_accuracy_end")),
         wall_s=number(summary, "wall_s"),
         trajectories_trained=integer(summary, "trajectories_trained"),
         max_staleness_seen=integer(summary, "max_staleness_seen"),
@@ -76,11 +75,6 @@ def result_of(summary: Mapping[str, Json]) -> Result:
         checkpoint=_path(summary, "checkpoint"),
         summary=summary,
     )
-
-
-def _measured(summary: Mapping[str, Json], key: str) -> float | None:
-    value = number(summary, key)
-    return value if isfinite(value) else None
 
 
 def _path(summary: Mapping[str, Json], key: str) -> Path | None:

@@ -8,7 +8,7 @@ from bus.config import URL_VARIABLE, Config
 from launch.settings.run_config import RunConfig
 from launch.settings.sources import DEFAULT, Location, Origins, Source, leaves
 from launch.settings.toml import commented, document, setting
-from launch.settings.tree import may_be_none, settings_at
+from launch.settings.tree import may_be_none
 
 HIDDEN = "***@"
 """What stands for user and password in an address."""
@@ -28,7 +28,7 @@ def printed_toml(config: RunConfig, sources: Sequence[Source]) -> str:
             yield commented(f"# {line}", f"{origin}; `launch local` starts a bus where none is named")
         elif chosen := _chosen_here(config, location):
             yield commented(line, f"{origin}; {chosen}")
-        elif value is None and (origin == DEFAULT or not _may_be_none(location)):
+        elif value is None and (origin == DEFAULT or not may_be_none(RunConfig, location)):
             yield commented(f"# {line}", origin)
         else:
             yield commented(line, origin)
@@ -63,8 +63,3 @@ def _chosen_here(config: RunConfig, location: Location) -> str:
         return ""
     settings = used.model_dump(exclude={"type"}, exclude_none=True)
     return f"here {', '.join([used.model_dump()['type'], *(f'{k} = {v}' for k, v in settings.items())])}"
-
-
-def _may_be_none(location: Location) -> bool:
-    field = settings_at(RunConfig, location[:-1]).get(location[-1])
-    return field is not None and may_be_none(field.annotation)

@@ -10,7 +10,7 @@ from launch.run_view.run_status import RunState
 from launch.run_view.status_texts import engine_texts, holders_text
 from launch.run_view.units import UNKNOWN, count, duration
 from launch.run_view.waiting_reasons import full_streams, waiting_actors
-from launch.screens.status_report import report
+from launch.screens.status_report import known, report
 from storage.metrics.records import integer, number
 
 Condition = Literal["works", "waits", "trouble", "silent"]
@@ -110,9 +110,7 @@ def _store(state: RunState, found: Mapping[str, Json]) -> Json:
 def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
     versions, last = _table(found, "versions"), state.monitor.history.last
     rate = number(_table(found, "rates"), "steps_per_minute")
-    figures = [
-        (f"{_known(versions.get('trained_step'))} of {_known(versions.get('steps'))}", "steps trained")
-    ]
+    figures = [(f"{known(versions.get('trained_step'))} of {known(versions.get('steps'))}", "steps trained")]
     if last is not None:
         figures += [
             (duration(last.step_s), "the last step took"),
@@ -177,10 +175,6 @@ def _table(found: Mapping[str, Json], name: str) -> Mapping[str, Json]:
 
 def _count(values: Mapping[str, Json], name: str) -> str:
     return count(integer(values, name)) if name in values else UNKNOWN
-
-
-def _known(value: Json) -> str:
-    return UNKNOWN if value is None else str(value)
 
 
 def _version(value: Json) -> str:

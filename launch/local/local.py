@@ -219,6 +219,8 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     if allow.insecure:
         join.append("--allow.insecure")
     python = [] if allow.engine_python is None else ["--allow.engine-python", str(allow.engine_python)]
+    defines = [*join[:4], "--config", str(run.asked_config), "--no-summary"]
+    storage = Part("storage", _command("storage", *defines, *_monitoring(config, "storage")), serves=True)
     actors = Part(
         "actors",
         _command("actors", *join, *python, *_monitoring(config, "actors")),
@@ -226,29 +228,9 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         may_end=lambda: stage_of(run) == "done",  # they may be sooner than the learner, which says so
         smaller="lower actors.engine.slots",
     )
-    parts = (
-        Part(
-            "storage",
-            _command(
-                "storage",
-                *join[:4],
-                "--config",
-                str(run.asked_config),
-                "--no-summary",
-                *_monitoring(config, "storage"),
-            ),
-            serves=True,
-        ),
-        *([actors] if config.has_rollouts else []),
-        Part(
-            "learner",
-            _command("learner", *join, *_monitoring(config, "learner")),
-            ends_run=True,
-            drain_s=LEARNER_DRAIN_S,
-            smaller=SMALLER_LEARNER,
-        ),
-        *(_policy_part(config, name, join) for name in config.policies),
-    )
+    learner = replace(_learner_part(config, "learner", join), ends_run=True)
+    further = [_learner_part(config, f"learner-{one}", [*join, "--policy", one]) for one in config.policies]
+    parts = (storage, *([actors] if config.has_rollouts else []), learner, *further)
     return tuple(_with_variables(config, part) for part in parts)
 
 
@@ -256,10 +238,9 @@ def _actors_drain_s(config: RunConfig) -> float:
     return config.actors.interruption.finish_within_s + HAND_BACK_S
 
 
-def _policy_part(config: RunConfig, policy: str, join: list[str]) -> Part:
-    """Return the learner of a further policy: it may be done while the run goes on, and ends with the run."""
-    name = f"learner-{policy}"
-    command = _command("learner", *join, "--policy", policy, *_monitoring(config, name))
+def _learner_part(config: RunConfig, name: str, flags: list[str]) -> Part:
+    """Return a learner. That of a further policy may be done while the run goes on, and ends with the run."""
+    command = _command("learner", *flags, *_monitoring(config, name))
     return Part(name, command, may_end=lambda: True, drain_s=LEARNER_DRAIN_S, smaller=SMALLER_LEARNER)
 
 

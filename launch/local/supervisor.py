@@ -16,14 +16,12 @@ import structlog
 from bus.errors import ConfigError, LostDataError, SluiceError
 from bus.process.child_process import tied_to_parent
 from bus.process.host_limits import MemoryKills
-from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
+from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, last_words
 from launch.settings.run_config import SupervisionConfig
 from storage.disk.file_errors import lack_of_room
 from storage.disk.log_files import rotated
 
 log = structlog.get_logger()
-TAIL_BYTES = 16 << 10
-TAIL_LINES = 15
 POLL_S = 0.05
 LOG_CHECK_S = 10.0
 """Seconds between two looks at the sizes of log files."""
@@ -227,11 +225,9 @@ class Supervisor:
     def _failure(self, part: Part, status: int, when: str) -> SluiceError:
         """Return why the run cannot go on, in the part's own message to the user or by its last lines."""
         self._longest_drain_s = self._policy.failed_drain_s
-        output = self._latest_output(part)
-        if status in FINAL and (own := complaints(output)):
-            error = LostDataError if status == LOST_DATA else ConfigError
-            return error("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
-        last = "\n".join(output.splitlines()[-TAIL_LINES:])
+        own, last = last_words(self._log_file(part), part.log_start)
+        if status in FINAL and own:
+            return LostDataError(own) if status == LOST_DATA else ConfigError(own)
         return SluiceError(
             f"{part.name} ended {when}, last with {part.memory_kills.ending(status, part.smaller)}; "
             f"the end of {self._log_file(part)}:\n{last}"
@@ -239,12 +235,6 @@ class Supervisor:
 
     def _log_file(self, part: Part) -> Path:
         return self._logs / f"{part.name}.log"
-
-    def _latest_output(self, part: Part) -> str:
-        with self._log_file(part).open("rb") as written:
-            size = written.seek(0, 2)
-            written.seek(max(part.log_start, size - TAIL_BYTES))
-            return written.read().decode(errors="replace")
 
 
 def _kill(part: Part) -> None:

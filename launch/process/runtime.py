@@ -32,6 +32,8 @@ SUPERVISOR = "SLUICE_SUPERVISOR"
 """Environment variable with the process id of the supervisor that started this process, if one did."""
 RANK = "LOCAL_RANK"
 """Environment variable of a process that is one of several ranks of a learner."""
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
 ORPHAN_DRAIN_S = 30.0
 """Longest time that a process may take to end when its supervisor, and the bus with it, is gone."""
 
@@ -93,6 +95,17 @@ def _status(error: BaseException) -> int:
         return LOST_DATA
     passes = isinstance(error, DiskFullError) or (isinstance(error, BusError) and is_away(error))
     return TEMPORARY if passes else 1
+
+
+def last_words(file: Path, begin: int) -> tuple[str, str]:
+    """Return the messages that `fail` wrote among a process's other output in a file, and its last lines. The
+    output begins at `begin`, in bytes."""
+    with file.open("rb") as written:
+        size = written.seek(0, 2)
+        written.seek(max(begin, size - TAIL_BYTES))
+        output = written.read().decode(errors="replace")
+    # The ranks of a learner say the same.
+    return "\n".join(dict.fromkeys(complaints(output))), "\n".join(output.splitlines()[-TAIL_LINES:])
 
 
 def complaints(output: str) -> list[str]:

@@ -7,7 +7,7 @@ from math import isfinite
 from bus.actor_counters import failed_by, failed_fraction
 from bus.codec import Json
 from bus.messages import Status
-from launch.run_view.units import UNKNOWN, count, duration, fraction, share
+from launch.run_view.units import UNKNOWN, count, duration, fraction, per_time, share
 from storage.metrics.records import integer, number
 
 ENGINE_FIGURES = {
@@ -128,8 +128,8 @@ def _engines(actors: Sequence[Status]) -> str:
     more = f" and {queued} more queue" if queued else ""
     if not running:
         return f"{queued} {'request waits' if queued == 1 else 'requests wait'} for an engine"
-    run = "request" if running == 1 else "requests"
-    return f"engines run {running} {run}{more}, at {_rate(rate)} tokens/s ({_rate(rate / running)} each)"
+    run, each = "request" if running == 1 else "requests", per_time(rate / running)
+    return f"engines run {running} {run}{more}, at {per_time(rate)} tokens/s ({each} each)"
 
 
 def _rewards(actors: Sequence[Status], running: int) -> str:
@@ -139,7 +139,3 @@ def _rewards(actors: Sequence[Status], running: int) -> str:
     usual = f"; before, one took {duration(sum(known) / len(known))}" if known else ""
     run = "reward runs" if running == 1 else "rewards run"
     return f"{running} {run}, the longest for {duration(longest_s)}{usual}"
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:.1f}" if per_s < 10 else count(per_s)

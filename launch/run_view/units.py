@@ -17,6 +17,11 @@ def count(value: float | None) -> str:
     return f"{value / 1e9:.3g}G"
 
 
+def per_time(value: float | None) -> str:
+    """Format a rate, of which a small one keeps a decimal: 3.2, 12.3k."""
+    return f"{value:.1f}" if value is not None and value < 10 else count(value)
+
+
 def fraction(value: float | None) -> str:
     """Format a rate between 0 and 1, such as an accuracy or a mean reward."""
     return UNKNOWN if value is None or not isfinite(value) else f"{value:.3f}"

@@ -9,7 +9,7 @@ from bus.actor_counters import failed_fraction
 from bus.messages import Status
 from launch.run_view.run_status import RunState
 from launch.run_view.status_texts import best_text, ends_text, engines_of, policy_text
-from launch.run_view.units import UNKNOWN, count, duration, since, size
+from launch.run_view.units import UNKNOWN, duration, per_time, since, size
 from launch.run_view.waiting_reasons import problems, waits
 from storage.metrics.records import integer
 
@@ -92,10 +92,7 @@ def _silent(state: RunState) -> Iterator[Report]:
                 "pid": holder.pid,
                 "since_s": None if renewed else state.renewed_s.get(role),
                 "doing": "renews its role, but sends no status" if renewed else "sends nothing",
-                "wait": None,
-                "revision": None,
-                "policy_version": None,
-                "engines": None,
+                **dict.fromkeys(("wait", "revision", "policy_version", "engines")),
             }
 
 
@@ -198,8 +195,8 @@ def _row(label: str, text: str, most: int = 3) -> list[str]:
 def _figures(found: Report) -> Iterator[tuple[str, str]]:
     versions, rates = found["versions"], found["rates"]
     trains_on_rollouts = versions["steps"] != 0
-    in_use = f"{_known(versions['published'])} published, {_known(versions['oldest_in_use'])} oldest in use"
-    step = f"; step {_known(versions['trained_step'])} of {_known(versions['steps'])} trained"
+    in_use = f"{known(versions['published'])} published, {known(versions['oldest_in_use'])} oldest in use"
+    step = f"; step {known(versions['trained_step'])} of {known(versions['steps'])} trained"
     yield "versions", in_use + (step if trains_on_rollouts else "")
     if found["from_run"]:
         yield "began with", f"weights of run {found['from_run']}"
@@ -209,17 +206,12 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
         yield from _figures_of_rollouts(found)
     if best := best_text(found["best"]):
         yield "best", best
-    yield (
-        "a minute",
-        (
-            f"{_rate(rates['steps_per_minute'])} steps, {_rate(rates['trained_trajectories_per_minute'])} "
-            f"trajectories trained, tokens: {_rate(rates['generated_tokens_per_minute'])} generated, "
-            f"{_rate(rates['trained_tokens_per_minute'])} trained"
-        )
-        + (
-            "" if rates["until_s"] is None else f"; newest step at {since(rates['until_s'], found['time_s'])}"
-        ),
-    )
+    names = ("steps", "trained_trajectories", "generated_tokens", "trained_tokens")
+    steps, trajectories, generated, trained = (per_time(rates[f"{name}_per_minute"]) for name in names)
+    until_s = rates["until_s"]
+    newest = "" if until_s is None else f"; newest step at {since(until_s, found['time_s'])}"
+    tokens = f"{generated} generated, {trained} trained"
+    yield "a minute", f"{steps} steps, {trajectories} trajectories trained, tokens: {tokens}{newest}"
     full = (f"{name} {_fill(stream)}" for name, stream in found["streams"].items())
     yield "streams", ", ".join(full) or UNKNOWN
     waiting = (f"{name} {one['waiting']}+{one['out']}" for name, one in found["consumers"].items())
@@ -227,22 +219,12 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
 
 
 def _figures_of_rollouts(found: Report) -> Iterator[tuple[str, str]]:
-    staleness, leases = found["staleness"], found["leases"]
-    yield (
-        "staleness",
-        (
-            f"{_known(staleness['last_step'])} in the last step, {_known(staleness['worst'])} worst, "
-            f"{_known(staleness['bound'])} allowed"
-        ),
-    )
-    yield (
-        "leases",
-        (
-            f"{_known(leases['waiting'])} waiting, {_known(leases['out'])} out; groups: "
-            f"{_known(leases['stored_groups'])} stored, {_known(leases['trained_groups'])} trained, "
-            f"{_known(leases['rejected_groups'])} rejected"
-        ),
-    )
+    staleness = {name: known(value) for name, value in found["staleness"].items()}
+    leases = {name: known(value) for name, value in found["leases"].items()}
+    last, worst, bound = staleness["last_step"], staleness["worst"], staleness["bound"]
+    yield "staleness", f"{last} in the last step, {worst} worst, {bound} allowed"
+    groups = ", ".join(f"{leases[f'{state}_groups']} {state}" for state in ("stored", "trained", "rejected"))
+    yield "leases", f"{leases['waiting']} waiting, {leases['out']} out; groups: {groups}"
     yield "episodes", ends_text(found["episodes"]["recent_ends"])
 
 
@@ -251,14 +233,8 @@ def _fill(stream: Mapping[str, Any]) -> str:
     return f"{size(stream['bytes'])} of {size(bound)}" if bound else size(stream["bytes"])
 
 
-def _known(value: object) -> str:
+def known(value: object) -> str:
     return UNKNOWN if value is None else str(value)
-
-
-def _rate(value: float | None) -> str:
-    if value is None:
-        return UNKNOWN
-    return f"{value:.1f}" if value < 10 else count(value)
 
 
 def _member_line(member: Mapping[str, Any], now_s: float) -> str:

@@ -331,7 +331,7 @@ def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str,
         elif isinstance(value, list):
             layer[key] = [_without_none(one, here) if isinstance(one, Mapping) else one for one in value]
         else:
-            layer[key] = None if value == "none" and _may_be_none(here) else value
+            layer[key] = None if value == "none" and may_be_none(RunConfig, here) else value
     return layer
 
 
@@ -342,13 +342,8 @@ def _empty_values(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[
         here = (*above, key)
         if isinstance(value, Mapping):
             yield from _empty_values(value, here)
-        elif value == "" and _may_be_none(here):
+        elif value == "" and may_be_none(RunConfig, here):
             yield ".".join(here)
-
-
-def _may_be_none(location: tuple[str, ...]) -> bool:
-    field = settings_at(RunConfig, location[:-1]).get(location[-1])
-    return field is not None and may_be_none(field.annotation)
 
 
 def _explain(problem: Mapping[str, Any]) -> str:

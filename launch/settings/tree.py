@@ -104,8 +104,10 @@ def _parts(text: str) -> list[Any]:
     return [part.strip() for part in text.split(",")]
 
 
-def may_be_none(annotation: Any) -> bool:
-    return type(None) in get_args(annotation)
+def may_be_none(root: Model, location: Sequence[str]) -> bool:
+    """Return whether there is such a setting, which may have no value."""
+    field = settings_at(root, location[:-1]).get(location[-1])
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def file_keys(root: Model, location: Sequence[str]) -> Iterator[str]:

@@ -2,13 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import gymnasium
 
 from actors.environments.games.base import Start, seed_of
-from actors.episodes.task import Task
 from actors.settings.games import GymnasiumGame
 from bus.errors import ConfigError
 
@@ -43,11 +41,7 @@ class GymnasiumPlay:
                 f"actors.environment.game: gymnasium cannot begin {game.id!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return partial(cls._begun, game)
-
-    @classmethod
-    def _begun(cls, game: GymnasiumGame, task: Task) -> "GymnasiumPlay":
-        return cls(game, seed_of(task), str(task.messages[-1]["content"]))
+        return lambda task: cls(game, seed_of(task), str(task.messages[-1]["content"]))
 
     def observation(self) -> str:
         """Return the state, after the task's text at first."""

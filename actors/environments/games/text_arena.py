@@ -2,12 +2,10 @@
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 import textarena
 
 from actors.environments.games.base import Start, seed_of
-from actors.episodes.task import Task
 from actors.settings.games import TextArenaGame
 from bus.errors import ConfigError
 
@@ -34,11 +32,7 @@ class TextArenaPlay:
                 f"actors.environment.game: textarena cannot begin {game.id!r} with {game.players} players: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return partial(cls._begun, game)
-
-    @classmethod
-    def _begun(cls, game: TextArenaGame, task: Task) -> "TextArenaPlay":
-        return cls(game, seed_of(task))
+        return lambda task: cls(game, seed_of(task))
 
     @property
     def player(self) -> int:
