@@ -25,14 +25,8 @@ from actors.gateway.session import Session
 from actors.programs.output import TAIL_BYTES
 from actors.programs.runner import ProgramEnd, ProgramError, ProgramFailedError
 from actors.settings.agents import AgentConfig
-from actors.tools.sandbox import (
-    HEADS_OF_FILES,
-    SANDBOX_CHECK,
-    CheckLimits,
-    image_of,
-    judged_by_check,
-    write_texts,
-)
+from actors.settings.episode_sandboxes import SandboxLimits
+from actors.tools.sandbox import HEADS_OF_FILES, SANDBOX_CHECK, CheckLimits, judged_by_check, write_texts
 
 PLACE = "/tmp/sluice"
 """Directory of a sandbox that holds its task and the files that the command names."""
@@ -60,7 +54,7 @@ class SandboxedPrograms:
         a verifier wants it. Returns how it ended, and whether the workspace passes the check if there is one.
         Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host."""
         try:
-            async with self._pool.sandbox(image_of(task)) as sandbox, AsyncExitStack() as serving:
+            async with self._pool.sandbox(*self._pool.wish_of(task)) as sandbox, AsyncExitStack() as serving:
                 base, listening = await sandbox.running.reach(self._gateway.url)
                 if listening is not None:
                     await serving.enter_async_context(self._gateway.listening(listening))
@@ -103,9 +97,9 @@ class SandboxedPrograms:
                 **self._config.variables,
             },
         )
-        return self._end_of(await sandbox.run(command))
+        return self._end_of(await sandbox.run(command), sandbox.limits)
 
-    def _end_of(self, ran: CommandResult) -> ProgramEnd:
+    def _end_of(self, ran: CommandResult, may_use: SandboxLimits) -> ProgramEnd:
         output = (ran.stdout + ran.stderr)[-TAIL_BYTES:].decode(errors="replace").strip()
         if ran.end == "exited":
             return ProgramEnd(ran.status, output)
@@ -115,7 +109,7 @@ class SandboxedPrograms:
                 f"it ran for {limit_s:g} s; its last output: {output}"
             ) from TimeoutError()
         limits = {
-            "memory": f"took more than {self._limits.memory_mb} MiB of memory",
+            "memory": f"took more than {may_use.memory_mb} MiB of memory",
             "output": f"wrote more than {self._config.most_output_bytes} bytes",
         }
         raise ProgramFailedError(f"it {limits[ran.end]}; its last output: {output}")
@@ -123,13 +117,11 @@ class SandboxedPrograms:
     async def _examined(self, task: Task, sandbox: EpisodeSandbox) -> Mapping[str, JSON]:
         if (check := self._limits.check) is None:
             return {}
-        limits = CheckLimits(
-            self._config.reward_timeout_s, self._config.most_output_bytes, self._limits.disk_mb
-        )
+        limits = CheckLimits(self._config.reward_timeout_s, self._config.most_output_bytes)
         return {SANDBOX_CHECK: await judged_by_check(self._pool, sandbox, task, check, limits)}
 
     async def _bring(self, sandbox: EpisodeSandbox, left: Path) -> None:
-        archive = await sandbox.snapshot(most_bytes=HEADS_OF_FILES * self._limits.disk_mb << 20)
+        archive = await sandbox.snapshot(most_bytes=HEADS_OF_FILES * sandbox.limits.disk_mb << 20)
         try:
             await asyncio.to_thread(_unpack, archive, left)
         except (tarfile.TarError, OSError) as error:

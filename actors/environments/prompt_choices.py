@@ -1,4 +1,4 @@
-"""Checks the environments, rewards and tools that prompts choose, before a run starts."""
+"""Checks the environments, rewards, tools and sandboxes that prompts choose, before a run starts."""
 
 from collections.abc import Iterable
 
@@ -12,8 +12,8 @@ from bus.messages import Prompt
 
 
 def refuse_unknown_choices(prompts: Iterable[Prompt], actors: ActorsConfig, *, where: str) -> None:
-    """Raise `ConfigError` for the first prompt whose environment, reward or tools the run does not have. In a
-    run with one environment prompts choose none, and may have a field of that name."""
+    """Raise `ConfigError` for the first prompt whose environment, reward, tools or sandbox profile the run
+    does not have. In a run with one environment prompts choose none, and may have a field of that name."""
     environments = actors.by_name
     for number, prompt in enumerate(prompts, 1):
         chosen = chosen_environment(prompt.metadata) if actors.environments else DEFAULT
@@ -21,6 +21,8 @@ def refuse_unknown_choices(prompts: Iterable[Prompt], actors: ActorsConfig, *, w
         if problem is None:
             config = environments[str(chosen)]
             problem = refused_tools(prompt.tools, config)
+            if problem is None and config.sandboxes is not None:
+                problem = config.sandboxes.refused_profile(prompt.metadata)
             if problem is None and isinstance(config, RewardConfig):
                 problem = refused_reward(prompt, config)
         if problem is not None:

@@ -99,6 +99,7 @@ class EpisodeSandbox:
     """A sandbox with files, for one episode."""
 
     running: RunningSandbox
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
     room: AsyncExitStack = field(default_factory=AsyncExitStack)
     """What is given back when it has ended."""
 

@@ -10,7 +10,8 @@ import structlog
 from actors.episode_sandboxes.base import EpisodeSandbox, SandboxBackend
 from actors.episode_sandboxes.host_budget import HostBudget
 from actors.episodes.errors import ToolError
-from actors.settings.episode_sandboxes import HostSandboxes, SandboxLimits
+from actors.episodes.task import Task
+from actors.settings.episode_sandboxes import PROFILE, HostSandboxes, SandboxLimits
 from bus.waiting import cancelled, retrieve_exception
 
 log = structlog.get_logger()
@@ -54,10 +55,23 @@ class SandboxPool:
             finally:
                 await self._ended(sandbox)
 
+    def wish_of(self, task: Task) -> tuple[str | None, SandboxLimits | None]:
+        """Return image and limits of a task's sandbox, each None where they are the settings'. Raises
+        ToolError for a profile that these do not have."""
+        if problem := self._config.refused_profile(task.metadata):
+            raise ToolError(f"task {task.task_id}: {problem}")
+        image, profile = task.metadata.get("sandbox_image"), task.metadata.get(PROFILE)
+        own = image if isinstance(image, str) else None
+        if profile is None:
+            return own, None
+        return own or self._config.profiles[str(profile)].image, self._config.limits(str(profile))
+
     @asynccontextmanager
-    async def further(self, image: str | None) -> AsyncIterator[EpisodeSandbox]:
+    async def further(
+        self, image: str | None, limits: SandboxLimits | None = None
+    ) -> AsyncIterator[EpisodeSandbox]:
         """Have another sandbox while inside, for who has closed the one that it had. Raises ToolError."""
-        sandbox = await self._started(image, self._config, None)
+        sandbox = await self._started(image, limits or self._config, None)
         try:
             yield sandbox
         finally:
@@ -77,7 +91,7 @@ class SandboxPool:
     async def _started(self, image: str | None, limits: SandboxLimits, gateway: str | None) -> EpisodeSandbox:
         async with AsyncExitStack() as room:
             await room.enter_async_context(self._budget.room(limits))
-            return EpisodeSandbox(await self._backend.start(image, limits, gateway), room.pop_all())
+            return EpisodeSandbox(await self._backend.start(image, limits, gateway), limits, room.pop_all())
 
     async def _ended(self, sandbox: EpisodeSandbox) -> None:
         ending = asyncio.create_task(sandbox.close(), name="end of a sandbox")

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from actors.settings.environment import EnvironmentSettings
-from actors.settings.episode_sandboxes import NamespaceSandboxes, ProgramSandboxes
+from actors.settings.episode_sandboxes import HostSandboxes, NamespaceSandboxes, ProgramSandboxes
 from actors.settings.gateway import GatewayConfig
 from actors.settings.rewards import Finite, RewardConfig
 from bus.config import Config
@@ -154,6 +154,10 @@ class AgentConfig(AgentTaskConfig):
     @property
     def verifier_arguments(self) -> list[str]:
         return with_own_python(shlex.split(self.verifier or ""))
+
+    @property
+    def sandboxes(self) -> HostSandboxes | None:
+        return self.sandbox
 
     @property
     def checks_sandbox(self) -> bool:

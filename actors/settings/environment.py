@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar
 
+from actors.settings.episode_sandboxes import HostSandboxes
 from actors.settings.gateway import GatewayConfig
 from bus.config import Config
 
@@ -41,6 +42,11 @@ class EnvironmentSettings(Config):
     @property
     def known_tools(self) -> Collection[str] | None:
         """Return the names of all tools that it can carry out; None where only its own code knows."""
+        return None
+
+    @property
+    def sandboxes(self) -> HostSandboxes | None:
+        """Return the settings of its episodes' sandboxes; None where episodes have none."""
         return None
 
     @property

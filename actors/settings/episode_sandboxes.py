@@ -1,12 +1,14 @@
 """Settings of episodes' sandboxes: where they run, and what they may use. Loads without torch."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from bus.config import Config
+from bus.errors import nearest
 
 
 class SandboxLimits(Config):
@@ -44,6 +46,8 @@ class HostBudgetConfig(Config):
         return self.sandboxes, self.memory_mb, self.disk_mb, self.cpus
 
 
+PROFILE = "sandbox_profile"
+"""Field of a prompt's metadata that names image and limits of its sandbox."""
 WRITABLE = r"/(workspace|tmp)(/(?!\.\.?(/|$))[\w.-]+)*"
 
 
@@ -168,8 +172,28 @@ SandboxBackendConfig = Annotated[
 ]
 
 
+class SandboxProfile(Config):
+    """Image and limits of some prompts' sandboxes; `None` is what those of other prompts have."""
+
+    image: str | None = None
+    """Image of these sandboxes, for a back end that has images."""
+    cpu_s: int | None = Field(None, ge=1)
+    """Processor time of each process."""
+    memory_mb: int | None = Field(None, ge=64)
+    """Memory of all processes together, in MiB."""
+    processes: int | None = Field(None, ge=8)
+    """Processes and threads at a time."""
+    cpus: float | None = Field(None, ge=0.01)
+    """Processors of a sandbox."""
+    disk_mb: int | None = Field(None, ge=1)
+    """Size of the workspace, in MiB, and of /tmp and /dev/shm each."""
+
+
 class HostSandboxes(SandboxLimits):
     """What sandboxes may use, each and together."""
+
+    profiles: dict[str, SandboxProfile] = Field(default_factory=dict)
+    """Further images and limits by name, for prompts whose metadata `sandbox_profile` names one."""
 
     host_budget: HostBudgetConfig = HostBudgetConfig()
     """What those of all actors of this host may use together."""
@@ -188,13 +212,43 @@ class HostSandboxes(SandboxLimits):
 
     @model_validator(mode="after")
     def _one_finds_room(self) -> Self:
-        for name in ("memory_mb", "disk_mb", "cpus"):
-            each, together = getattr(self, name), getattr(self.host_budget, name)
-            if together is not None and each > together:
-                raise ValueError(
-                    f"{name}={each} of a sandbox exceeds host_budget.{name}={together}: none would ever start"
-                )
+        for profile in (None, *self.profiles):
+            limits, whose = self.limits(profile), f" with profile {profile!r}" if profile else ""
+            for name in ("memory_mb", "disk_mb", "cpus"):
+                each, together = getattr(limits, name), getattr(self.host_budget, name)
+                if together is not None and each > together:
+                    raise ValueError(
+                        f"{name}={each} of a sandbox{whose} exceeds host_budget.{name}={together}: none "
+                        "would ever start"
+                    )
         return self
+
+    @model_validator(mode="after")
+    def _backend_has_images(self) -> Self:
+        named = [name for name, profile in self.profiles.items() if profile.image is not None]
+        if named and isinstance(self.backend, NamespaceSandboxes):
+            raise ValueError(
+                f"profiles.{named[0]}.image: sandboxes in namespaces have this host's programs, and no image"
+            )
+        return self
+
+    def limits(self, profile: str | None) -> SandboxLimits:
+        """Return what a sandbox may use whose prompt names this profile, or none."""
+        usual = {name: getattr(self, name) for name in SandboxLimits.model_fields}
+        own = self.profiles[profile].model_dump(exclude={"image"}, exclude_none=True) if profile else {}
+        return SandboxLimits.model_validate(usual | own)
+
+    def refused_profile(self, metadata: Mapping[str, object]) -> str | None:
+        """Return why a prompt cannot have the profile that its metadata name, and the remedy; None if it
+        can."""
+        name = metadata.get(PROFILE)
+        if name is None or (isinstance(name, str) and name in self.profiles):
+            return None
+        known = ", ".join(self.profiles) or "none"
+        return (
+            f"it names the sandbox profile {name!r}: {nearest(name, self.profiles)}there are {known}; define "
+            "it in `profiles` of the sandbox's settings"
+        )
 
 
 class PoolConfig(HostSandboxes):

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from actors.settings.environment import EnvironmentSettings
+from actors.settings.episode_sandboxes import HostSandboxes
 from actors.settings.rewards import RewardConfig
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tools import McpConfig, PluginToolConfig, SearchConfig, ToolConfig
@@ -73,6 +74,10 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
         """Return the names of all tools; None where some show only when they are built."""
         shows_late = any(isinstance(tool, PluginToolConfig | McpConfig) for tool in self.tools)
         return None if shows_late else self._names
+
+    @property
+    def sandboxes(self) -> HostSandboxes | None:
+        return next((tool for tool in self.tools if isinstance(tool, SandboxToolConfig)), None)
 
     @property
     def checks_sandbox(self) -> bool:

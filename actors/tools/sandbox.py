@@ -145,13 +145,14 @@ class Sandboxes:
 
     async def judged(self, state: "SandboxState") -> float:
         """Return what the check gives for the workspace. Raises ToolError for a fault of the host."""
-        limits = CheckLimits(self._config.command_s, self._config.output_kb << 10, self._config.disk_mb)
+        limits = CheckLimits(self._config.command_s, self._config.output_kb << 10)
         return await judged_by_check(self._pool, state.sandbox, state.task, self._config.check or "", limits)
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator["SandboxState"]:
         """Have a sandbox while inside, in which the task's files are. Raises ToolError."""
-        async with self._places[task.heldout], self._pool.sandbox(image_of(task)) as sandbox:
+        wish = self._pool.wish_of(task)
+        async with self._places[task.heldout], self._pool.sandbox(*wish) as sandbox:
             state = SandboxState(sandbox, self._config, task)
             await state.begin()
             yield state
@@ -165,11 +166,10 @@ class Sandboxes:
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:
-    """What a check may take, and the disk of the workspace that it judges."""
+    """What a check may take."""
 
     timeout_s: float
     output_bytes: int
-    disk_mb: int
 
 
 async def judged_by_check(
@@ -179,9 +179,9 @@ async def judged_by_check(
     ends. Raises ToolError for a fault of the host."""
     proof, files = secrets.token_hex(16), task.metadata.get("sandbox_check_files")
     try:
-        left = await judged.snapshot(most_bytes=HEADS_OF_FILES * limits.disk_mb << 20)
+        left = await judged.snapshot(most_bytes=HEADS_OF_FILES * judged.limits.disk_mb << 20)
         await judged.close()  # a back end may have no room for both
-        async with pool.further(image_of(task)) as sandbox:
+        async with pool.further(*pool.wish_of(task)) as sandbox:
             await sandbox.restore(left)
             await write_texts(sandbox, files, anew=True)
             ran = await sandbox.run(
@@ -206,11 +206,6 @@ async def judged_by_check(
         )
         return 0.0
     return given
-
-
-def image_of(task: Task) -> str | None:
-    image = task.metadata.get("sandbox_image")
-    return image if isinstance(image, str) else None
 
 
 async def write_texts(sandbox: EpisodeSandbox, files: JSON, *, anew: bool = False) -> None:

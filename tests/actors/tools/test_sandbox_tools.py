@@ -5,13 +5,18 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
+from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.episodes.errors import ToolError
 from actors.episodes.task import Task
+from actors.settings.actors import ActorsConfig
+from actors.settings.episode_sandboxes import SandboxLimits
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
 from actors.tools.episode_tools import EpisodeTools
+from bus.errors import ConfigError
+from bus.messages import Prompt
 from tests.actors.tools.sandbox_episodes import Episode
 
 
@@ -193,6 +198,39 @@ async def test_what_a_model_left_neither_takes_the_place_of_the_checks_files_nor
         finally:
             await episode.close()
     await tools["shell"].close()
+
+
+async def test_a_prompt_that_names_a_profile_has_its_limits_also_where_it_is_judged():
+    config = SandboxToolConfig(
+        disk_mb=1,
+        check="read line; [ $(wc -c < full) = 3145728 ] && echo $line",
+        profiles={"big": {"disk_mb": 4}},
+    )
+    tools = build_tools([config])
+    for profile, whole in ((None, False), ("big", True)):
+        episode = EpisodeTools(Task(task_id="t", prompt="x", metadata={"sandbox_profile": profile}))
+        try:
+            await episode.call(tools["shell"], {"command": "head -c 3M /dev/zero > full"})
+            assert await episode.examined(tools.values()) == {"sandbox_check": whole}
+        finally:
+            await episode.close()
+    await tools["shell"].close()
+
+
+def test_a_start_refuses_profiles_that_there_are_not_or_that_no_sandbox_can_have():
+    tool = {"type": "sandbox", "memory_mb": 512, "profiles": {"big": {"memory_mb": 2048}}}
+    actors = ActorsConfig.model_validate({"environment": {"type": "tools", "tools": [tool]}})
+    [sandbox] = actors.environment.tools
+    assert sandbox.limits("big") == SandboxLimits(memory_mb=2048)
+    assert sandbox.limits(None) == SandboxLimits(memory_mb=512)
+    named = [Prompt(content="x", label="y", metadata={"sandbox_profile": n}) for n in ("big", None, "bg")]
+    refuse_unknown_choices(named[:2], actors, where="p")
+    with pytest.raises(ConfigError, match=r"p, prompt 3: .*'bg': did you mean 'big'\? there are big; define"):
+        refuse_unknown_choices(named, actors, where="p")
+    with pytest.raises(ValueError, match="memory_mb=2048 of a sandbox with profile 'big' exceeds"):
+        SandboxToolConfig.model_validate({**tool, "host_budget": {"memory_mb": 1024}})
+    with pytest.raises(ValueError, match=r"profiles\.big\.image: sandboxes in namespaces"):
+        SandboxToolConfig(profiles={"big": {"image": "busybox"}})
 
 
 def test_the_reward_of_a_sandbox_needs_a_check():
