@@ -1,8 +1,8 @@
 """Simulates storage's admission between a learner and actors, on a clock of its own: the ledger and every
 decision are those of a run, and rollouts, steps and the bus are made up.
 
-`python -m benchmarks.admission` prints the table of docs/performance.md; with `--json` it prints an object a
-line, such as those of docs/measurements/admission_simulated.jsonl.
+`python -m benchmarks.admission` prints what docs/performance.md has a table of; with `--json` it prints an
+object a line, those of docs/measurements/admission_simulated.jsonl.
 """
 
 import heapq
@@ -29,11 +29,13 @@ from storage.settings.admission import AdmissionConfig
 Ahead = Literal["need", "bound"]
 Draw = Callable[[random.Random], float]
 TAILS: dict[str, Draw] = {
+    "h200": lambda chance: 0.4 + min(12.8, chance.lognormvariate(0, 1)),
     "lognormal": lambda chance: min(12.8, chance.lognormvariate(0, 1)),
     "pareto": lambda chance: min(20.0, chance.paretovariate(1.5)),
     "bimodal": lambda chance: chance.uniform(8, 12) if chance.random() < 0.1 else chance.uniform(0.5, 1.5),
 }
-"""Distributions of the time of a rollout, each with its longest; only their shape counts."""
+"""Distributions of the time of a rollout, each with its longest; only their shape counts. That of the run of
+docs/measurements/overlap_h200.jsonl has the time before the first token besides."""
 RATIOS = (0.5, 0.9, 1.0, 1.2, 2.0)
 WAYS: tuple[tuple[Ahead, int], ...] = (("bound", 4), ("need", 4), ("need", 12))
 """Ways of issuing groups, and bounds on staleness."""
@@ -51,8 +53,6 @@ class Load:
     groups: int = 32
     samples: int = 8
     slots: int = 256
-    slowing: float = 0.0
-    """By how much longer a rollout takes while all slots are full than alone, as a share of the latter."""
     ahead: Ahead = "need"
     max_staleness: int = 4
     steps: int = 140
@@ -60,7 +60,7 @@ class Load:
 
     @property
     def mean_s(self) -> float:
-        """Mean time of a rollout while all slots are full."""
+        """Mean time of a rollout."""
         return self.slots / (self.ratio * self.groups * self.samples)
 
     def scale_s(self) -> float:
@@ -81,9 +81,7 @@ class Simulation:
     queue: deque[int] = field(default_factory=deque)
     """Lease of each rollout that has not begun."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """Lease of each that has, after what `progress` is at its end."""
-    progress: float = 0.0
-    """Seconds that full slots would have taken for what each of the slots did up to now."""
+    """End and lease of each that has."""
     left: dict[int, int] = field(default_factory=dict)
     """Rollouts of each lease that have not ended."""
     sampled_at: dict[int, int] = field(default_factory=dict)
@@ -136,7 +134,7 @@ class Simulation:
             lease, length = self.queue.popleft(), self.scale_s * self._draw(self._chance)
             self.sampled_at.setdefault(lease, self.version)
             self.lengths.setdefault(lease, []).append(length)
-            heapq.heappush(self.running, (self.progress + length, lease))
+            heapq.heappush(self.running, (self.now + length, lease))
 
     def _ask(self, step: int, version: int) -> list[Use]:
         given = self.admission.batch(step, version, now_s=self.now)
@@ -144,8 +142,8 @@ class Simulation:
 
     def _generate(self, until_s: float, wanted: tuple[int, int] | None = None) -> list[Use]:
         """End rollouts until a time, or until the step of a version is given the groups that are wanted."""
-        while self.running and (ends_s := self._next_end_s()) <= until_s:
-            self._wait(ends_s)
+        while self.running and self.running[0][0] <= until_s:
+            self._wait(self.running[0][0])
             lease = heapq.heappop(self.running)[1]
             self.left[lease] -= 1
             if not self.left[lease]:
@@ -159,17 +157,8 @@ class Simulation:
         self._wait(until_s)
         return []
 
-    def _speed(self) -> float:
-        slowing = self.load.slowing
-        return (1 + slowing) / (1 + slowing * len(self.running) / self.load.slots)
-
-    def _next_end_s(self) -> float:
-        return self.now + (self.running[0][0] - self.progress) / self._speed()
-
     def _wait(self, until_s: float) -> None:
-        took_s = until_s - self.now
-        self._busy_s += len(self.running) * took_s
-        self.progress += self._speed() * took_s
+        self._busy_s += len(self.running) * (until_s - self.now)
         self.now = until_s
 
     def figures(self) -> dict[str, float]:
@@ -204,13 +193,12 @@ def simulated(load: Load) -> Simulation:
 
 
 def loads() -> Iterator[Load]:
-    """Return what the table has rows of: all tails and ratios, groups of half the size, a run on H200s."""
-    for tail, ratio in product(TAILS, RATIOS):
-        for ahead, bound in WAYS:
-            yield Load(tail=tail, ratio=ratio, ahead=ahead, max_staleness=bound)
+    """Return what the table has rows of: a run on H200s, groups of half the size, all tails and ratios."""
     for ahead, bound in WAYS:
+        yield Load(tail="h200", ratio=1.4, ahead=ahead, max_staleness=bound)
         yield Load(groups=64, samples=4, ahead=ahead, max_staleness=bound)
-        yield Load(ratio=1.4, slowing=1.0, ahead=ahead, max_staleness=bound)
+    for tail, ratio, (ahead, bound) in product(("lognormal", "pareto", "bimodal"), RATIOS, WAYS):
+        yield Load(tail=tail, ratio=ratio, ahead=ahead, max_staleness=bound)
 
 
 def main() -> None:

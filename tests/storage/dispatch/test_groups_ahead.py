@@ -117,7 +117,7 @@ def test_no_more_is_issued_than_fills_the_actors_where_generation_is_the_slower_
     assert found["step_s"] < 2.1
 
 
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("tail", ["lognormal", "pareto", "bimodal"])
 def test_long_rollouts_are_trained_on_as_often_as_short_ones(tail):
     run = simulated(replace(SMALL, tail=tail, ratio=1.2))
     trained = sorted(lease for step in run.trained for lease in step)
