@@ -7,20 +7,22 @@ from itertools import product
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
 LARGEST = 12
-HELD_OUT = 18
-"""Pairs of numbers that are held out, in either order."""
 PROMPT = "What is {a} + {b}? Answer with the number only."
 
 
 def prompts() -> PromptFiles:
-    """Return training prompts, and held-out ones, whose numbers are trained on in neither order."""
-    pairs = list(product(range(1, LARGEST + 1), range(1, LARGEST + 1)))
+    """Return training prompts, and held-out ones, whose numbers differ by 3, 6 or 9: so each number is held
+    out with three others, and no pair is trained on in the other order."""
+    pairs = list(product(range(1, LARGEST + 1), repeat=2))
     random.Random(0).shuffle(pairs)
-    held_out = set(list(dict.fromkeys(map(frozenset, pairs)))[:HELD_OUT])
     return {
-        "prompts": _rows(pair for pair in pairs if frozenset(pair) not in held_out),
-        "heldout": _rows(pair for pair in pairs if frozenset(pair) in held_out),
+        "prompts": _rows(pair for pair in pairs if not _is_held_out(*pair)),
+        "heldout": _rows(pair for pair in pairs if _is_held_out(*pair)),
     }
+
+
+def _is_held_out(a: int, b: int) -> bool:
+    return a != b and (a - b) % 3 == 0
 
 
 def _rows(pairs: Iterable[tuple[int, int]]) -> list[PromptRow]:

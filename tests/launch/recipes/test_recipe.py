@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import zipfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,8 +59,9 @@ def test_a_model_is_made_of_the_wheel_once_and_its_prompts_are_sums(sums, tmp_pa
     assert {path.name for path in directory.iterdir()} == {"model", "prompts.jsonl", "heldout.jsonl"}
 
     trained, held = (pairs(directory / name) for name in ("prompts.jsonl", "heldout.jsonl"))
-    assert (len(held), len(trained)) == (35, 109)
+    assert (len(held), len(trained)) == (36, 108)
     assert not {frozenset(pair) for pair in held} & {frozenset(pair) for pair in trained}
+    assert set(Counter(number for pair in held for number in pair).values()) == {6}
 
 
 def pairs(file: Path) -> set[tuple[int, ...]]:
