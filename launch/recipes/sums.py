@@ -13,7 +13,7 @@ PROMPT = "What is {a} + {b}? Answer with the number only."
 def prompts() -> PromptFiles:
     """Return training prompts, and held-out ones, whose numbers differ by 3, 6 or 9: so each number is held
     out with three others, and no pair is trained on in the other order."""
-    pairs = list(product(range(1, LARGEST + 1), repeat=2))
+    pairs = list(product(range(1, LARGEST + 1), range(1, LARGEST + 1)))
     random.Random(0).shuffle(pairs)
     return {
         "prompts": _rows(pair for pair in pairs if not _is_held_out(*pair)),
