@@ -66,7 +66,7 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.process.args} still runs:\n{self.said()}") from None
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 60.0) -> int:
         """End it as Ctrl-C would."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)

@@ -62,7 +62,7 @@ def test_own_prompts_model_and_rewards_that_come_later_train_and_are_scored_agai
     run = tmp_path / "runs/mine"
     try:
         judge(launcher, tmp_path, run)
-        assert launcher.wait(30) == 0, launcher.said()
+        assert launcher.wait(120) == 0, launcher.said()
     finally:
         launcher.kill()
     summary = json.loads((run / "summary.json").read_text())

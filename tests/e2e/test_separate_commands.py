@@ -75,12 +75,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
         again = start("second", "shards", "storage", "--shards", "2-3", "--directory", "elsewhere")
         wait_until(lambda: again.said().count("shards_ready") == 2, "the shards that were killed", again)
         wait_until(lambda: _stored(root) >= 4 * GROUPS, "four steps' groups", learner, timeout_s=120)
-        assert start("thief", "shards", "storage", "--shards", "3").wait(60) == 2
-        assert rival.wait(60) == 2, rival.said()
+        assert start("thief", "shards", "storage", "--shards", "3").wait(180) == 2
+        assert rival.wait(180) == 2, rival.said()
         assert f"process {learner.process.pid} on " in rival.said()
         assert learner.wait(240) == 0, learner.said()
         for follower in (near, far, watching):
-            assert follower.wait(30) == 0, follower.said()  # they hear that the run is done
+            assert follower.wait(120) == 0, follower.said()  # they hear that the run is done
         wait_until((root / f"storage/runs/{RUN}/summary.json").exists, "the summary", storage)
         for service in (first, again, storage, bus):
             assert service.stop() == 0, service.said()

@@ -12,7 +12,7 @@ from launch.run_view.recorded_runs import recorded_runs
 from launch.run_view.run_files import RunFiles
 from tests.e2e.commands import Command, part, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 STEPS = 40
 SETTINGS = (
     "--sft", "chats.jsonl", "--warmup.heldout", "heldout.jsonl", "--warmup.heldout-every", "10",
@@ -55,7 +55,7 @@ def trained(directory: Path, *, stopped_after: int = 0) -> Path:
         assert [one.state for one in recorded_runs([run])] == ["stopped"]
     launcher = Command(directory, "local", *SETTINGS)
     try:
-        assert launcher.wait(120) == 0, launcher.said()
+        assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
     return run
@@ -94,7 +94,7 @@ def trained_on_pairs(directory: Path, *settings: str) -> Path:
     files = ("--pairs", "pairs.jsonl", "--warmup.heldout", "pairs.jsonl")
     launcher = Command(directory, "local", *files, *batches, *settings)
     try:
-        assert launcher.wait(120) == 0, launcher.said()
+        assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
     return directory / "runs/default"
@@ -144,7 +144,7 @@ def test_a_learner_that_is_killed_goes_on_from_its_checkpoint_to_the_bit(resumed
     try:
         wait_until((run / "progress.json").exists, "a checkpoint", launcher)
         part(launcher, "learner").kill()
-        assert launcher.wait(120) == 0, launcher.said()
+        assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -41,7 +41,7 @@ def holding(file: Path, *, deaf: bool = False) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(60)
         process.stdout.close()
 
 
@@ -49,7 +49,7 @@ def test_the_supervisor_is_ended_and_waited_for(run: Path):
     with holding(run / "lock") as process:
         (run / "lock").write_text(str(process.pid))
         assert stop_run(run, 20) == ("run 'mine' has stopped; the command that started it takes it up again")
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_run_that_does_not_go_on_needs_no_stop(run: Path):

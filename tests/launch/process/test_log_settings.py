@@ -79,7 +79,7 @@ async def main(stop):
     raise ConfigError("no prompts:\\ngive --prompts")
 run(main)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stderr.startswith("{" if form == "json" else "launch: no prompts:\n")
     assert complaints(f"other output\n{done.stderr}") == ["no prompts:\ngive --prompts"]
@@ -130,7 +130,7 @@ def test_a_process_takes_the_format_from_the_environment(tmp_path):
         line = json.loads(process.stderr.readline())
         process.terminate()
         rest = [json.loads(one) for one in process.stderr.read().splitlines()]
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     assert (line["event"], line["process"], line["pid"]) == ("bus_ready", "bus", process.pid)
     assert all(one["process"] == "bus" for one in rest)
 
