@@ -164,7 +164,7 @@ def test_in_the_entries_of_a_table_no_value_is_the_default():
         found = []
         for name, field in model.model_fields.items():
             several = inside or str(field.annotation).startswith(("tuple", "dict"))
-            if inside and may_be_none(field.annotation) and field.default is not None:
+            if inside and may_be_none(model, (name,)) and field.default is not None:
                 found.append(f"{path}.{name}")
             for member in members(field.annotation):
                 found += missing(member, several, f"{path}.{name}")

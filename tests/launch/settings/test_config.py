@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from bus.errors import ConfigError
 from launch.model_files.model_directory import refuse_full_context
 from launch.settings.run_config import RunConfig, config_file, flags, merge, preset, resolve, validate
-from launch.settings.tree import may_be_none, members
+from launch.settings.tree import members
 from storage.settings.weights_transport import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
@@ -207,7 +207,9 @@ def test_no_setting_has_both_no_value_and_a_choice_of_that_name():
     """`none` in a flag or a file could not say which of them is meant, and the default would be taken."""
     settings = dict(settings_of(RunConfig))
     assert "actors.evaluation.engine" in settings
-    both = [name for name, kind in settings.items() if may_be_none(kind) and "none" in choices(kind)]
+    both = [
+        name for name, kind in settings.items() if type(None) in get_args(kind) and "none" in choices(kind)
+    ]
     assert both == []
 
 
