@@ -173,6 +173,13 @@ class DeltaRef(Message, tag="delta_ref"):
     base_version: int
     policy_version: int
     blob: BlobRef
+    """The delta, of several ranks its beginning, which rank 0 of the learner stores."""
+    rest: tuple[BlobRef, ...] = ()
+    """What follows in it, which other ranks store."""
+
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        return self.blob, *self.rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +242,8 @@ class PolicyManifest(Message, tag="policy"):
     incarnation: str
     """Learner process that published it; after a resume the same version number is another policy."""
     snapshot: BlobRef
-    """The snapshot: all weights of `snapshot_version`, safetensors with Hugging Face names."""
+    """The snapshot: all weights of `snapshot_version`, safetensors with Hugging Face names; of several ranks
+    those that rank 0 of the learner has."""
     model: BlobRef
     """The model directory without weights: config, tokenizer, chat template."""
     stage: str
@@ -263,6 +271,8 @@ class PolicyManifest(Message, tag="policy"):
     kernels: dict[str, str] = field(default_factory=dict)
     """Versions of packages that an engine must have like the learner, by name; empty where it may have
     others."""
+    snapshot_rest: tuple[BlobRef, ...] = ()
+    """Snapshots of the same version with the weights that other ranks have."""
 
     def check(self) -> None:
         for ref, following in pairwise(self.deltas):
@@ -281,6 +291,10 @@ class PolicyManifest(Message, tag="policy"):
     @property
     def snapshot_at(self) -> int:
         return self.policy_version if self.snapshot_version is None else self.snapshot_version
+
+    @property
+    def snapshot_blobs(self) -> tuple[BlobRef, ...]:
+        return self.snapshot, *self.snapshot_rest
 
     def since(self, policy_version: int) -> tuple[DeltaRef, ...] | None:
         """Return the deltas that lead here from `policy_version`; `None` if there are none."""

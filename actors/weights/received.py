@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -226,9 +226,9 @@ class Receiver:
 
     async def _from_snapshot(self, manifest: PolicyManifest) -> Weights:
         tail = manifest.since(manifest.snapshot_at) or ()
-        data = await self._blobs.get(manifest.snapshot)
+        data, *rest = await together(map(self._blobs.get, manifest.snapshot_blobs))
         snapshot = await _in_threads(
-            partial(read_snapshot, data, manifest.snapshot_at, like=self._spare.like)
+            partial(read_snapshot, data, manifest.snapshot_at, rest=rest, like=self._spare.like)
         )
         return await self._later(snapshot, tail)
 
@@ -238,7 +238,9 @@ class Receiver:
         if held is None or self._incarnation != manifest.incarnation:
             return None
         chain = manifest.since(held.policy_version)
-        if chain is None or _size(chain) > manifest.snapshot.size_bytes:
+        if chain is None:
+            return None
+        if _size(blob for delta in chain for blob in delta.blobs) > _size(manifest.snapshot_blobs):
             return None
         try:
             return await self._later(held, chain)
@@ -247,10 +249,11 @@ class Receiver:
             return None
 
     async def _later(self, base: Weights, chain: Sequence[DeltaRef]) -> Weights:
-        for delta, data in zip(
-            chain, await together(self._blobs.get(delta.blob) for delta in chain), strict=True
-        ):
-            base = await _in_threads(partial(apply_delta, base, data, note=note, like=self._spare.like))
+        found = await together(together(map(self._blobs.get, delta.blobs)) for delta in chain)
+        for delta, (data, *rest) in zip(chain, found, strict=True):
+            base = await _in_threads(
+                partial(apply_delta, base, data, rest=rest, note=note, like=self._spare.like)
+            )
             if base.policy_version != delta.policy_version:
                 raise StorageError(
                     f"the delta to version {delta.policy_version} leads to version {base.policy_version}"
@@ -270,5 +273,5 @@ async def _in_threads(work: Callable[[Executor], T]) -> T:
     return await asyncio.to_thread(working)
 
 
-def _size(chain: Sequence[DeltaRef]) -> int:
-    return sum(delta.blob.size_bytes for delta in chain)
+def _size(blobs: Iterable[BlobRef]) -> int:
+    return sum(blob.size_bytes for blob in blobs)

@@ -33,4 +33,5 @@ def blobs_of(manifest: PolicyManifest) -> set[BlobRef]:
     """Return all blobs from which somebody makes the version of a manifest, or one that it keeps."""
     kept = (version.snapshot for version in manifest.kept)
     base = () if manifest.adapted is None else (manifest.adapted.weights,)
-    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas), *kept, *base}
+    deltas = (blob for delta in manifest.deltas for blob in delta.blobs)
+    return {*manifest.snapshot_blobs, *deltas, *kept, *base}

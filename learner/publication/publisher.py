@@ -5,7 +5,7 @@ import asyncio
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -295,7 +295,7 @@ class WeightPublisher:
         again = announcement.policy_version == base.policy_version
         if not again and self._is_whole(announcement.policy_version):
             return None
-        delta = await self._encoded(base, tensors, announcement.policy_version)
+        delta, rest = await self._encoded(base, tensors, announcement.policy_version)
         if delta is None:
             self._whole_before = announcement.policy_version + 1 + WHOLE_AFTERWARDS
             return None
@@ -307,69 +307,61 @@ class WeightPublisher:
         deltas = before.deltas
         if not again:
             blob = await self._put([delta.data], announcement.policy_version, "delta")
-            version = announcement.policy_version
-            deltas += (DeltaRef(base_version=base.policy_version, policy_version=version, blob=blob),)
-        self._note(delta.weights, 0 if again else len(delta.data), delta.sent_words)
-        return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
+            versions = {"base_version": base.policy_version, "policy_version": announcement.policy_version}
+            deltas += (DeltaRef(**versions, blob=blob, rest=rest),)
+        self._note(delta.weights, () if again else deltas[-1].blobs, delta.sent_words)
+        return await self._announce(
+            delta.weights, announcement, before.snapshot_blobs, before.snapshot_at, deltas
+        )
 
     def _is_whole(self, policy_version: int) -> bool:
         """Tell whether no delta of a new version is tried."""
         return self._config.snapshot_every == 1 or policy_version < self._whole_before
 
     async def _as_snapshot(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest:
-        weights = await self._hashed(announcement.policy_version, tensors)
+        weights, snapshot = await self._stored_whole(announcement.policy_version, tensors)
         before = self._weights
         same = before is not None and before.digests == weights.digests
         again = before is not None and before.policy_version == weights.policy_version
         self._note_unchanged(weights.policy_version, unchanged=announcement.is_trained and same and not again)
-        snapshot = await self._put_snapshot(weights)
-        self._note(weights, snapshot.size_bytes, weights.words)
+        self._note(weights, snapshot, weights.words)
         return await self._announce(weights, announcement, snapshot, announcement.policy_version)
 
     async def _begin_snapshot(self) -> None:
         """Write a snapshot of the announced weights beside what comes next, unless one is being written."""
+        if self._snapshots.busy:
+            return
         weights = self._announced_weights()
-        version = weights.policy_version
+        version, others = weights.policy_version, self._others
 
         async def write(content: Content) -> bool:
             try:
                 blob = await self._store.put(content, self._incarnation, version, "snapshot")
+                rest = await others.written() if others else ()
             except BusError as error:  # deltas lead on from the one before; a later version has the next
                 log.warning("snapshot_not_published", policy_version=version, reason=str(error))
                 return False
             async with self._one:
                 self._stored.add(blob)
-                await self._announce_snapshot(blob, version)
+                await self._announce_snapshot((blob, *rest), version)
                 await self._retire()
             return True
 
-        if not self._snapshots.busy:
-            await self._begin_writing(weights, write)
+        if others is not None:
+            await others.begin_snapshot(version, (self._incarnation, version, "snapshot"))
+        await self._snapshots.begin(Weights(version, own(weights.tensors), weights.digests), write)
 
-    async def _begin_writing(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
-        """Have `write` store the announced weights beside what comes next; other ranks hold theirs."""
-        others = self._others
-        if others is None:
-            await self._snapshots.begin(weights, write)
-            return
-        await others.hold(weights.policy_version)
-
-        async def written(content: Content) -> bool:
-            is_there = await write(content)
-            await others.drop(weights.policy_version)
-            return is_there
-
-        await self._snapshots.begin(weights, written)
-
-    async def _announce_snapshot(self, blob: BlobRef, version: int) -> None:
+    async def _announce_snapshot(self, blobs: tuple[BlobRef, ...], version: int) -> None:
         latest = self._latest()
         if latest.since(version) is None:  # a later version was sent whole meanwhile
             return
-        intact = await self._store.holds(blobs_of(latest))  # deltas are for those who need no snapshot
+        intact = await self._hold(latest)  # deltas are for those who need no snapshot
         deltas = latest.since(latest.snapshot_at if intact else version) or ()
-        await self._announce_again(blob, version, deltas)
+        await self._announce_again(blobs, version, deltas)
 
-    async def _announce_again(self, snapshot: BlobRef, version: int, deltas: tuple[DeltaRef, ...]) -> None:
+    async def _announce_again(
+        self, snapshot: tuple[BlobRef, ...], version: int, deltas: tuple[DeltaRef, ...]
+    ) -> None:
         latest = self._latest()
         if latest.adapted is not None and self._adapted is None:
             return  # the base is lost and could not be stored yet: the next version comes with both
@@ -381,7 +373,7 @@ class WeightPublisher:
 
     async def _begin_kept(self) -> None:
         """Write a version that is to stay beside what comes next; a failure ends the learner."""
-        weights = self._announced_weights()
+        weights, others = self._announced_weights(), self._others
         version = weights.policy_version
 
         async def put(content: Content, *tokens: object) -> BlobRef:
@@ -389,16 +381,20 @@ class WeightPublisher:
 
         async def write(content: Content) -> bool:
             blob = await self._kept.stored(version, content, put)
+            if others is not None:
+                await others.drop(version)
             async with self._one:
                 self._stored.add(blob)
                 self._kept.name(version, blob)
                 self._keeping.discard(version)
                 latest = self._latest()
-                await self._announce_again(latest.snapshot, latest.snapshot_at, latest.deltas)
+                await self._announce_again(latest.snapshot_blobs, latest.snapshot_at, latest.deltas)
             return True
 
         self._keeping.add(version)
-        await self._begin_writing(weights, write)
+        if others is not None:
+            await others.hold(version)
+        await self._snapshots.begin(weights, write)
 
     def _latest(self) -> PolicyManifest:
         if self.latest is None:
@@ -411,8 +407,8 @@ class WeightPublisher:
         return self._weights
 
     async def _announce(
-        self, weights: Weights, announcement: Announcement, snapshot: BlobRef, snapshot_version: int,
-        deltas: tuple[DeltaRef, ...] = (),
+        self, weights: Weights, announcement: Announcement, snapshot: tuple[BlobRef, ...],
+        snapshot_version: int, deltas: tuple[DeltaRef, ...] = (),
     ) -> PolicyManifest:  # fmt: skip
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
@@ -421,7 +417,8 @@ class WeightPublisher:
         manifest = PolicyManifest(
             policy_version=announcement.policy_version,
             incarnation=self._incarnation,
-            snapshot=snapshot,
+            snapshot=snapshot[0],
+            snapshot_rest=snapshot[1:],
             model=self._model,
             stage=announcement.stage,
             trains_from=announcement.trains_from,
@@ -471,7 +468,7 @@ class WeightPublisher:
         due."""
         if self._model is not None and not await on_bus(self._bus, [self._model]):
             await self._put_model()
-        intact = self.latest is None or await self._store.holds(blobs_of(self.latest))
+        intact = self.latest is None or await self._hold(self.latest)
         if self.latest is not None and not intact:
             log.warning("published_weights_are_gone", policy_version=self.latest.policy_version)
             self._kept.forget_published()
@@ -479,12 +476,22 @@ class WeightPublisher:
         await self._put_base()
         return intact
 
+    async def _hold(self, manifest: PolicyManifest) -> bool:
+        """Tell whether all that a manifest needs is there, here or where other ranks stored it."""
+        blobs = blobs_of(manifest)
+        if self._others is None:
+            return await self._store.holds(blobs)
+        mine = blobs & self._stored
+        return await self._store.holds(mine) and await self._others.hold_all(blobs - mine)
+
     async def _retire(self) -> None:
         """Forget versions that are neither new nor pinned, and free what no version left needs."""
         old = list(self._held)[: -self._config.keep]
         for version in (v for v in old if v not in self._pinned):
             del self._held[version]
         needed = {blob for manifest in self._held.values() for blob in blobs_of(manifest)}
+        if self._others is not None:
+            await self._others.retire(needed - self._stored)
         for blob in self._stored - needed:
             try:
                 await self._store.delete(blob)
@@ -513,20 +520,34 @@ class WeightPublisher:
             return mine
         return await asyncio.to_thread(others.with_theirs, mine, self._encoder, policy_version)
 
-    async def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta | None:
-        """Return the delta; None for one that is not worth it, of another version than `base`."""
+    async def _encoded(
+        self, base: Weights, tensors: Tensors, policy_version: int
+    ) -> tuple[Delta | None, tuple[BlobRef, ...]]:
+        """Return the delta, and where other ranks stored the rest of it; None for one that is not worth it,
+        of another version than `base`."""
         most = int(WORTH_IT * base.size_bytes) if policy_version != base.policy_version else sys.maxsize
-        theirs = asyncio.create_task(self._others.encoded(policy_version, most)) if self._others else None
+        tokens = self._incarnation, policy_version, "delta"
+        theirs = self._others and asyncio.create_task(self._others.encoded(policy_version, most, tokens))
         mine = await asyncio.to_thread(self._encoder.encoded, base, own(tensors), most_bytes=most)
-        encoded = [mine, *(await theirs if theirs else ())]
+        shares = await theirs if theirs else []
+        encoded = [mine, *(None if share is None else share.encoded for share in shares)]
         join = partial(joined_delta, base, policy_version, tensors, encoded, most_bytes=most)
-        return await asyncio.to_thread(join)
+        return await asyncio.to_thread(join), tuple(blob for share in shares if share for blob in share.blobs)
 
-    async def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
-        theirs = asyncio.create_task(self._others.digests(policy_version)) if self._others else None
-        digests = dict(await asyncio.to_thread(self._encoder.digests, own(tensors)))
-        digests |= await theirs if theirs else {}
-        return Weights(policy_version, tensors, {name: digests[name] for name in tensors})
+    async def _stored_whole(
+        self, policy_version: int, tensors: Tensors
+    ) -> tuple[Weights, tuple[BlobRef, ...]]:
+        """Store all weights, those of other ranks where these are; return them and where they are."""
+        mine, tokens = own(tensors), (self._incarnation, policy_version, "snapshot")
+        theirs = self._others and asyncio.create_task(self._others.snapshot(policy_version, tokens))
+        digests = dict(await asyncio.to_thread(self._encoder.digests, mine))
+        content = await asyncio.to_thread(snapshot_content, Weights(policy_version, mine, digests))
+        blobs = [await self._put(content, policy_version, "snapshot")]
+        if theirs:
+            stored = await theirs
+            digests |= stored.digests
+            blobs += stored.blobs
+        return Weights(policy_version, tensors, {name: digests[name] for name in tensors}), tuple(blobs)
 
     async def _put_model(self) -> None:
         if self._files is None:
@@ -538,10 +559,6 @@ class WeightPublisher:
             weights = await asyncio.to_thread(self._base.weights)
             blob = await self._put(snapshot_content(weights), "base")
             self._adapted = self._base.described(blob)
-
-    async def _put_snapshot(self, weights: Weights) -> BlobRef:
-        content = await asyncio.to_thread(snapshot_content, weights)
-        return await self._put(content, weights.policy_version, "snapshot")
 
     async def _put(self, content: Content, *tokens: object) -> BlobRef:
         blob = await self._store.put(content, self._incarnation, *tokens)
@@ -557,9 +574,9 @@ class WeightPublisher:
         if unchanged and not before:
             log.warning("weights_unchanged", policy_version=policy_version, why=self._why_unchanged)
 
-    def _note(self, weights: Weights, wire_bytes: int, sent_words: int) -> None:
+    def _note(self, weights: Weights, sent: tuple[BlobRef, ...], sent_words: int) -> None:
         self.figures = {
-            "weights/wire_bytes": wire_bytes,
+            "weights/wire_bytes": sum(blob.size_bytes for blob in sent),
             "weights/full_bytes": (self._adapted.weights if self._adapted else weights).size_bytes,
             "weights/sent_fraction": sent_words / max(1, weights.words),
             **self._snapshots.figures(),

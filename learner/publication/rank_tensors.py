@@ -1,44 +1,76 @@
-"""How rank 0 publishes tensors that other ranks have: it asks, and they code, hash and send, beside training.
+"""How ranks publish the tensors that they have: rank 0 asks, and each codes, hashes and stores its own beside
+training. Rank 0 gets digests, sizes and references.
 
 Wishes go to all ranks as calls (learner/world), in one order; answers come back through a gloo group of their
 own, in that order."""
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, cast
+from operator import methodcaller
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 
 from bus.errors import BusError, WorldError
+from bus.messages import BlobRef
 from learner.publication.host_copy import Copied, HostCopy
+from learner.publication.snapshot_writer import HeldContent
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
-from storage.disk.atomic_files import Data
+from storage.disk.atomic_files import Content, Data
+from storage.weights.blob_stores import BlobStore
 from storage.weights.deltas import EncodedTensors
-from storage.weights.tensors import HostTensor, RemoteTensor, Weights, Words
+from storage.weights.tensors import HostTensor, RemoteTensor, Weights, Words, snapshot_content
+
+log = structlog.get_logger()
+T = TypeVar("T")
+POLL_S = 0.25
+"""Seconds between two questions whether all ranks have written their snapshots."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Wish:
-    """What rank 0 wants of other ranks' tensors of a version."""
+    """A method of `OwnTensors` that rank 0 wants other ranks to call and to answer."""
 
-    kind: Literal["encoded", "digests", "bytes", "hold", "drop"]
-    """`hold` keeps a copy of the version until `drop`."""
-    policy_version: int
+    method: str
+    arguments: tuple[Any, ...] = ()
     rank: int | None = None
     """Rank that answers; None for all but rank 0."""
-    most_bytes: int = sys.maxsize
-    """Bytes above which nothing is to be encoded."""
-    name: str = ""
-    """Tensor whose bytes from `start` to `stop` are wanted."""
-    start: int = 0
-    stop: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has stored of a version."""
+
+    encoded: EncodedTensors
+    """What its part of a delta holds, without the bodies."""
+    blobs: tuple[BlobRef, ...]
+    """Where these are; none for a rank without changes."""
+
+
+class StoredSnapshot(NamedTuple):
+    """What ranks have stored of a snapshot."""
+
+    digests: Mapping[str, bytes]
+    blobs: tuple[BlobRef, ...]
+
+
+class _Raw(NamedTuple):
+    """An answer that follows as bytes: packing them would take longer than sending."""
+
+    size_bytes: int
+
+
+class _Writing(NamedTuple):
+    content: HeldContent
+    blob: Future[BlobRef]
 
 
 def answer_group(timeout_s: float) -> dist.ProcessGroup | None:
@@ -52,8 +84,11 @@ def answer_group(timeout_s: float) -> dist.ProcessGroup | None:
 class OwnTensors:
     """The tensors of a rank other than 0, and its answers; all its work is on one thread, in order."""
 
-    def __init__(self, encoder: TensorEncoder, group: dist.ProcessGroup | None) -> None:
-        self._encoder, self._group = encoder, group
+    def __init__(
+        self, encoder: TensorEncoder, group: dist.ProcessGroup | None, bytes_per_s: int | None = None
+    ) -> None:
+        """`bytes_per_s` bounds how fast snapshots are written beside deltas."""
+        self._encoder, self._group, self._bytes_per_s = encoder, group, bytes_per_s
         self._thread = ThreadPoolExecutor(1, "published tensors")
         self._newest: Callable[[], Tensors] = dict
         """Returns the tensors of the version that is being published, in its format."""
@@ -62,6 +97,23 @@ class OwnTensors:
         self._base: Tensors = {}
         self._held: dict[int, tuple[int, Tensors]] = {}
         """Copies of versions, and by how many each is held."""
+        self._place: tuple[BlobStore, asyncio.AbstractEventLoop] | None = None
+        self._stored: set[BlobRef] = set()
+        """What rank 0 has heard of and may still announce."""
+        self._writing: _Writing | None = None
+        """The latest snapshot beside deltas, until it is announced."""
+
+    @asynccontextmanager
+    async def stored_in(self, store: BlobStore) -> AsyncIterator[None]:
+        """Store and serve what this rank publishes inside, in the loop that runs now."""
+        await store.start()
+        self._place = store, asyncio.get_running_loop()
+        try:
+            yield
+        finally:
+            if self._writing is not None:
+                self._writing.content.end()
+            await store.close()
 
     def begin(self, copying: Future[Copied]) -> None:
         """Have the tensors of the next version, after all that was asked of those before. It is called before
@@ -86,40 +138,102 @@ class OwnTensors:
         self._newest = newest
 
     def _answer(self, wish: Wish) -> None:
-        some: Words | None = None
         try:
-            answer: object = self._found(wish)
-            some = self._bytes(wish) if wish.kind == "bytes" else None
+            answer: object = getattr(self, wish.method)(*wish.arguments)
         except Exception as error:  # noqa: BLE001  # rank 0 raises it
             answer = error
-        dist.send_object_list([answer], 0, self._group, torch.device("cpu"))
-        if some is not None:  # as they lie: packing them would take longer than sending
-            dist.send(torch.from_numpy(some), 0, self._group)
+        raw = answer if isinstance(answer, np.ndarray) else None
+        said = answer if raw is None else _Raw(raw.nbytes)
+        dist.send_object_list([said], 0, self._group, torch.device("cpu"))
+        if raw is not None:
+            dist.send(torch.from_numpy(raw), 0, self._group)
 
-    def _found(self, wish: Wish) -> EncodedTensors | Mapping[str, bytes] | None:
-        if wish.kind in ("hold", "drop"):
-            self._hold(wish.policy_version, 1 if wish.kind == "hold" else -1)
-        if wish.kind in ("hold", "drop", "bytes"):
+    # --- what rank 0 wishes ---
+
+    def encoded(self, policy_version: int, most_bytes: int, tokens: tuple[object, ...]) -> Share | None:
+        """Store what a delta has of these tensors; return None where that is more than `most_bytes`."""
+        newest = self._named(policy_version)
+        base = Weights(policy_version, self._base, {})
+        found = self._encoder.encoded(base, newest, most_bytes=most_bytes)
+        if found is None:
             return None
-        newest = self._newest()
-        self._versions.pop(wish.policy_version, None)  # it is announced once more
-        self._versions[wish.policy_version] = newest
-        if wish.kind == "digests":
-            return self._encoder.digests(newest)
-        base = Weights(wish.policy_version, self._base, {})
-        return self._encoder.encoded(base, newest, most_bytes=wish.most_bytes)
+        blobs = (self._put(found.content, tokens),) if found.changes else ()
+        return Share(replace(found, bodies={}), blobs)
 
-    def _hold(self, version: int, more: int) -> None:
+    def snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> StoredSnapshot:
+        """Store these tensors whole."""
+        newest = self._named(policy_version)
+        digests = self._encoder.digests(newest)
+        content = snapshot_content(Weights(policy_version, newest, digests))
+        return StoredSnapshot(digests, (self._put(content, tokens),) if newest else ())
+
+    def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
+        """Begin to store the announced version whole, beside what comes next."""
+        if self._writing is not None:
+            self._writing.content.end()
+        content = HeldContent(Weights(policy_version, self._versions[policy_version], {}), self._bytes_per_s)
+        self._writing = _Writing(content, self._begun(lambda store: store.put(content, *tokens)))
+
+    def written(self) -> BlobRef | None:
+        """Return the snapshot begun last; None while it is being written."""
+        if self._writing is None or not self._writing.blob.done():
+            return None
+        self._writing.content.end()
+        return self._writing.blob.result()
+
+    def held(self, blobs: Iterable[BlobRef]) -> set[BlobRef]:
+        """Return which of these blobs this rank stored, if all of those are still there."""
+        mine = self._stored.intersection(blobs)
+        return mine if self._begun(lambda store: store.holds(mine)).result() else set()
+
+    def retire(self, needed: set[BlobRef]) -> None:
+        """Remove all that this rank stored but what is needed, and a snapshot that is not announced yet."""
+        if self._writing is not None and self.written() in needed:
+            self._stored.add(self._writing.blob.result())
+            self._writing = None
+        for blob in self._stored - needed:
+            try:
+                self._begun(methodcaller("delete", blob)).result()
+            except (BusError, OSError) as error:  # it is tried again with the next version
+                log.warning("old_weights_not_deleted", blob=blob.subject, reason=str(error))
+            else:
+                self._stored.discard(blob)
+
+    def hold(self, version: int, more: int) -> None:
+        """Keep a copy of the version, for so many more."""
         holders, tensors = self._held.pop(version, (0, None))
         if holders + more > 0:
             self._held[version] = holders + more, tensors or _copies(self._versions[version])
 
-    def _bytes(self, wish: Wish) -> Words:
-        held = self._held.get(wish.policy_version)
-        tensors = self._versions.get(wish.policy_version) if held is None else held[1]
+    def read(self, policy_version: int, name: str, start: int, stop: int) -> Words:
+        """Return bytes of a tensor."""
+        held = self._held.get(policy_version)
+        tensors = self._versions.get(policy_version) if held is None else held[1]
         if tensors is None:
-            raise BusError(f"version {wish.policy_version} is not on rank {dist.get_rank()} any more")
-        return tensors[wish.name].words.view(np.uint8)[wish.start : wish.stop]
+            raise BusError(f"version {policy_version} is not on rank {dist.get_rank()} any more")
+        return tensors[name].words.view(np.uint8)[start:stop]
+
+    def _named(self, policy_version: int) -> Tensors:
+        """Return the newest tensors, which have this version. The memory of a snapshot of the one before is
+        soon wanted back."""
+        newest = self._newest()
+        if self._writing is not None:
+            self._writing.content.release(self._encoder.threads)
+        self._versions.pop(policy_version, None)  # it is announced once more
+        self._versions[policy_version] = newest
+        return newest
+
+    def _put(self, content: Content, tokens: tuple[object, ...]) -> BlobRef:
+        blob = self._begun(lambda store: store.put(content, *tokens)).result()
+        self._stored.add(blob)
+        return blob
+
+    def _begun(self, work: Callable[[BlobStore], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Begin to work with the store, in its loop."""
+        if self._place is None:
+            raise RuntimeError(f"rank {dist.get_rank()} has no store for what it publishes")
+        store, loop = self._place
+        return asyncio.run_coroutine_threadsafe(work(store), loop)
 
 
 def _copies(tensors: Tensors) -> Tensors:
@@ -153,42 +267,66 @@ class OtherRanks:
         found: dict[str, HostTensor] = {}
         for name, kind in divided.kinds.items():
             for each, (dtype, shape) in encoder.kinds({name: kind}).items():
-                wish = Wish(
-                    kind="bytes", policy_version=policy_version, rank=divided.holders[name], name=each
-                )
-                found[each] = mine.get(each) or RemoteTensor(dtype, shape, partial(self._read, wish))
+                read = partial(self._read, divided.holders[name], policy_version, each)
+                found[each] = mine.get(each) or RemoteTensor(dtype, shape, read)
         return found
 
-    async def encoded(self, policy_version: int, most_bytes: int) -> list[EncodedTensors | None]:
-        """Return what a delta has of each other rank's tensors; None of one with more than `most_bytes`."""
-        wish = Wish(kind="encoded", policy_version=policy_version, most_bytes=most_bytes)
-        return cast(list[EncodedTensors | None], await self._ask(wish))
+    async def encoded(
+        self, policy_version: int, most_bytes: int, tokens: tuple[object, ...]
+    ) -> list[Share | None]:
+        """Have each other rank store what a delta has of its tensors; return None of one with more than
+        `most_bytes`."""
+        wish = Wish("encoded", (policy_version, most_bytes, tokens))
+        return cast(list[Share | None], await self._ask(wish))
 
-    async def digests(self, policy_version: int) -> dict[str, bytes]:
-        """Return the digests of their tensors."""
-        answers = await self._ask(Wish(kind="digests", policy_version=policy_version))
-        return {name: digest for some in answers for name, digest in cast(Mapping[str, bytes], some).items()}
+    async def snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> StoredSnapshot:
+        """Have each other rank store its tensors whole."""
+        found = cast(list[StoredSnapshot], await self._ask(Wish("snapshot", (policy_version, tokens))))
+        digests = {name: digest for each in found for name, digest in each.digests.items()}
+        return StoredSnapshot(digests, tuple(blob for each in found for blob in each.blobs))
+
+    async def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
+        """Have each begin to store its tensors of the announced version whole."""
+        await self._ask(Wish("begin_snapshot", (policy_version, tokens)))
+
+    async def written(self) -> tuple[BlobRef, ...]:
+        """Return the snapshots begun last when all are written. Raises what ended one of them."""
+        while True:
+            found = cast(list[BlobRef | None], await self._ask(Wish("written")))
+            blobs = tuple(blob for blob in found if blob is not None)
+            if len(blobs) == len(found):
+                return blobs
+            await asyncio.sleep(POLL_S)
+
+    async def hold_all(self, blobs: set[BlobRef]) -> bool:
+        """Tell whether other ranks have all these blobs."""
+        found = cast(list[set[BlobRef]], await self._ask(Wish("held", (blobs,)))) if blobs else []
+        return blobs == set().union(*found)
+
+    async def retire(self, needed: set[BlobRef]) -> None:
+        """Have them remove what is not needed any more."""
+        await self._ask(Wish("retire", (needed,)))
 
     async def hold(self, policy_version: int) -> None:
         """Have them keep their tensors of the announced version, in memory of its own, until `drop`."""
-        await self._ask(Wish(kind="hold", policy_version=policy_version))
+        await self._ask(Wish("hold", (policy_version, 1)))
 
     async def drop(self, policy_version: int) -> None:
         """Undo a `hold`."""
-        await self._ask(Wish(kind="drop", policy_version=policy_version))
+        await self._ask(Wish("hold", (policy_version, -1)))
 
-    def _read(self, wish: Wish, start: int, stop: int) -> Data:
+    def _read(self, rank: int, policy_version: int, name: str, start: int, stop: int) -> Data:
         """Fetch some bytes of a tensor; on any thread but that of the loop."""
         if start == stop:
             return b""
-        asked = self._ask(replace(wish, start=start, stop=stop))
+        asked = self._ask(Wish("read", (policy_version, name, start, stop), rank))
         [found] = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
         return cast(memoryview, found)
 
     async def _ask(self, wish: Wish) -> list[object]:
         if self._host.divided is None:
             return []
-        asking = asyncio.create_task(self._asked(wish), name=f"ask for {wish.kind}")
+        asking = asyncio.create_task(self._asked(wish), name=f"ask for {wish.method}")
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
         return await asyncio.shield(asking)  # an answer that nobody took would be taken for the next
@@ -197,21 +335,20 @@ class OtherRanks:
         ranks = range(1, dist.get_world_size()) if wish.rank is None else (wish.rank,)
         async with self._one:
             await self._send(wish)
-            received = partial(self._received, ranks, wish.stop - wish.start)
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, received)
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._received, ranks)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return answers
 
-    def _received(self, ranks: Iterable[int], size_bytes: int) -> list[object]:
+    def _received(self, ranks: Iterable[int]) -> list[object]:
         answers: list[object] = []
         for rank in ranks:
             box: list[object] = [None]
             try:
                 dist.recv_object_list(box, rank, self._group, torch.device("cpu"))
-                if size_bytes and not isinstance(box[0], Exception):
-                    some = torch.empty(size_bytes, dtype=torch.uint8)
+                if isinstance(box[0], _Raw):
+                    some = torch.empty(box[0].size_bytes, dtype=torch.uint8)
                     dist.recv(some, rank, self._group)
                     box = [some.numpy().data]
             except RuntimeError as error:

@@ -38,7 +38,7 @@ from learner.world.rank import Rank, in_thread
 from learner.world.world import World
 from storage.client.reader import ReplayReader
 from storage.disk.atomic_files import make_directory
-from storage.weights.blob_stores import blob_store, chosen_transport
+from storage.weights.blob_stores import BlobStore, blob_store, chosen_transport
 
 log = structlog.get_logger()
 
@@ -64,16 +64,14 @@ async def run(
         building = partial(in_thread, thread, lambda: build(settings, demonstrations, reader, thread, stop))
         if number > 0:
             built = await building()
-            await _follow(bus, built, number)
+            async with built.world.rank.publishing_to(await _store(bus, settings, built, number)):
+                await _follow(bus, built, number)
         else:
             async with hold_role(bus, "learner", incarnation) as renewing:
                 begin()
                 say_objective(settings.learner)
                 built = await building()
-                transport = await chosen_transport(
-                    bus, settings.learner.publication.transport, built.weights_bytes
-                )
-                store = blob_store(bus, transport, settings.export.parent / "weights")
+                store = await _store(bus, settings, built, number)
                 learner = Learner(
                     bus, settings, built.world, built.progress,
                     reader=reader, store=store, incarnation=incarnation, stop=stop,
@@ -81,6 +79,13 @@ async def run(
                 await guarded(_lead(built.world, learner, stop), renewing)
         await in_thread(thread, close_world)  # not after a failure: it would wait for ranks that are gone
         return built.progress if number == 0 else None
+
+
+async def _store(bus: Bus, settings: LearnerSettings, built: "Built", number: int) -> BlobStore:
+    """Return the store of what a rank publishes."""
+    configured = settings.learner.publication.transport
+    transport = await chosen_transport(bus, configured, built.weights_bytes)
+    return blob_store(bus, transport, settings.export.parent / "weights", number)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -49,6 +49,7 @@ from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.disk.file_errors import naming
 from storage.images.reader import ImageReader
+from storage.weights.blob_stores import BlobStore
 
 T = TypeVar("T")
 Fetched: TypeAlias = tuple[Groups, TeacherAnswers]
@@ -92,7 +93,10 @@ class Rank:
         self._failed_step = FailedStep(settings.lineage.parent / "failed_step.json")
         self._host = HostCopy(published_dtype(settings.learner, settings.model), whole)
         self._answers = answer_group(settings.learner.world.collective_timeout_s)
-        self._tensors = OwnTensors(TensorEncoder(settings.learner.publication), self._answers)
+        publication = settings.learner.publication
+        self._tensors = OwnTensors(
+            TensorEncoder(publication), self._answers, publication.snapshot_bytes_per_s
+        )
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None
         """Step of the checkpoint begun last, unless the backend has changed since."""
@@ -295,6 +299,10 @@ class Rank:
             raise
         copying.set_result(copied)
         return copied
+
+    def publishing_to(self, store: BlobStore) -> AbstractAsyncContextManager[None]:
+        """Have a rank other than 0 store there, inside, what it publishes."""
+        return self._tensors.stored_in(store)
 
     def fulfil(self, wish: Wish) -> None:
         """Do what rank 0 wants of the tensors that another rank has."""

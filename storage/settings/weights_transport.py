@@ -2,10 +2,12 @@
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from bus.config import Config
+from bus.errors import ConfigError
 
 SHARE = 4
 """One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
@@ -17,8 +19,8 @@ class Transport(Config):
 
     type: str
     opened_by: ClassVar[str]
-    """What returns the store of the learner (`storage.weights.blob_stores.BlobStore`) from the bus, these
-    settings and the run's own directory for served files, as `module:function`."""
+    """What returns the store of a rank of the learner (`storage.weights.blob_stores.BlobStore`) from the bus,
+    these settings, the run's own directory for served files and the rank, as `module:function`."""
     fetched_by: ClassVar[str]
     """What fetches the bytes behind a reference, from the bus and the reference, as `module:function`."""
     schemes: ClassVar[tuple[str, ...]] = ()
@@ -82,7 +84,8 @@ class ServerConfig(Config):
 
 
 class LearnerServer(ServerConfig):
-    """HTTP server of the learner."""
+    """HTTP server of each rank of the learner. Rank N listens at `port` + N, if that is not 0, and is
+    reached at the port of `advertise` + N."""
 
     serve_from: Path | None = None
     """Directory of the files that the learner serves; without it they are in the run's directory."""
@@ -97,6 +100,21 @@ class HttpTransport(LearnerServer, Transport):
     schemes: ClassVar[tuple[str, ...]] = ("http", "https")
     shared: ClassVar[bool] = True
     served_by_learner: ClassVar[bool] = True
+
+    def of_rank(self, rank: int) -> "HttpTransport":
+        """Return the settings of a rank's server. Raises `ConfigError` where `advertise` names no port."""
+        if not rank:
+            return self
+        url = self.advertise
+        if url is not None:
+            port = urlsplit(url).port
+            if port is None or not url.endswith(f":{port}"):
+                raise ConfigError(
+                    f"learner.publication.transport.advertise={url}: rank N of the learner is reached at its "
+                    "port + N: end it with the port of rank 0"
+                )
+            url = f"{url.removesuffix(f':{port}')}:{port + rank}"
+        return self.model_copy(update={"port": self.port and self.port + rank, "advertise": url})
 
 
 class AutoTransport(LearnerServer, Transport):
@@ -135,4 +153,4 @@ class PeerConfig(ServerConfig):
     """Directory of the model on this host: parts of the first weights that its files have are not fetched.
     Without it that of `model.path` is taken, if it is here or in the hub's cache."""
     keep_bytes: int = Field(4 << 30, ge=0)
-    """Memory for weights that are kept a minute for others only; the newest blob is kept anyway."""
+    """Memory for weights that are kept a minute for others only; the newest version is kept anyway."""

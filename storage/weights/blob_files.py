@@ -20,6 +20,12 @@ SUFFIX = ".blob"
 SETTING = "learner.publication.transport."
 
 
+def of_rank(directory: Path, rank: int) -> Path:
+    """Return the directory of a rank's blobs: below that of rank 0, which removes what ranks of an earlier
+    learner left."""
+    return directory / f"rank-{rank}" if rank else directory
+
+
 class FileBlobs:
     """A directory for blobs of this run. Readers find it under `origin`, a URL."""
 
@@ -53,8 +59,8 @@ class FileBlobs:
             probe.write_bytes(b"")
             probe.unlink()
             remove_leftovers(self.directory)
-            for old in self.directory.glob("*" + SUFFIX):
-                old.unlink()
+            for old in self.directory.rglob("*" + SUFFIX):
+                old.unlink(missing_ok=True)  # a rank removes its own at the same time
         except OSError as error:
             raise ConfigError(
                 f"weights cannot lie in {self.directory} ({error.strerror}): make it writable, or set "

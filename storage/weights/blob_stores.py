@@ -18,7 +18,7 @@ from bus.streams.blob_store import delete_blob, in_chunks, put_chunks, stream_wi
 from bus.streams.publish import Publisher
 from storage.disk.atomic_files import Content
 from storage.settings.weights_transport import BusTransport, FilesTransport, HttpTransport, Transport
-from storage.weights.blob_files import FileBlobs
+from storage.weights.blob_files import FileBlobs, of_rank
 from storage.weights.blob_http import HttpBlobs
 
 log = structlog.get_logger()
@@ -47,13 +47,15 @@ class BlobStore(Protocol):
 class BusBlobs:
     """Numbered chunks on the run's WEIGHTS stream."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, rank: int = 0) -> None:
+        self._bus, self._rank = bus, rank
         self._publisher = Publisher(bus)
         self._stream = bus.topology.stream("WEIGHTS")
 
     async def start(self) -> None:
-        """Remove the weights of the learner before this one from the bus."""
+        """Remove the weights of the learner before this one from the bus, on rank 0."""
+        if self._rank > 0:
+            return
         subject = self._bus.subject("weights", "policy", ">")
 
         async def purge() -> None:
@@ -113,25 +115,26 @@ async def chosen_transport(bus: Bus, config: Transport, size_bytes: int) -> Tran
     return chosen
 
 
-def blob_store(bus: Bus, config: Transport, directory: Path) -> BlobStore:
-    """Return the configured store; `directory` is the run's own, for files that the learner serves."""
-    store: BlobStore = resolve_name(config.opened_by)(bus, config, directory)
+def blob_store(bus: Bus, config: Transport, directory: Path, rank: int = 0) -> BlobStore:
+    """Return the configured store of a rank; `directory` is the run's own, for files that the learner serves.
+    Rank 0 starts its store before any other puts something into its own."""
+    store: BlobStore = resolve_name(config.opened_by)(bus, config, directory, rank)
     return store
 
 
-def bus_blobs(bus: Bus, _config: BusTransport, _directory: Path) -> BlobStore:
+def bus_blobs(bus: Bus, _config: BusTransport, _directory: Path, rank: int) -> BlobStore:
     """Return a store on the stream WEIGHTS."""
-    return BusBlobs(bus)
+    return BusBlobs(bus, rank)
 
 
-def file_blobs(bus: Bus, config: FilesTransport, _directory: Path) -> BlobStore:
+def file_blobs(bus: Bus, config: FilesTransport, _directory: Path, rank: int) -> BlobStore:
     """Return a store in the run's subdirectory of what all hosts mount."""
-    return FileBlobs(config.directory / bus.topology.run)
+    return FileBlobs(of_rank(config.directory / bus.topology.run, rank))
 
 
-def http_blobs(bus: Bus, config: HttpTransport, directory: Path) -> BlobStore:
+def http_blobs(bus: Bus, config: HttpTransport, directory: Path, rank: int) -> BlobStore:
     """Return a store that this process serves."""
-    return HttpBlobs(bus, config.serve_from or directory, config)
+    return HttpBlobs(bus, of_rank(config.serve_from or directory, rank), config.of_rank(rank))
 
 
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:

@@ -4,12 +4,14 @@ A delta is `MAGIC`, the length of its header, the header, and one zstd frame for
 changed. A frame holds the gaps between the positions of changed words, then how far each word moved, as
 whole numbers modulo the word. A small update moves most words to a neighbour, so moves take a quarter of the
 space of new values. Both are stored in planes, lowest bytes first: the high bytes are nearly all 0, which
-zstd finds. The header names the digest of the base and of every result, so that errors cannot accumulate."""
+zstd finds. The header names the digest of the base and of every result, so that errors cannot accumulate.
+
+Frames may lie in several blobs, of which the first begins with the header; none lies in two."""
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -96,8 +98,9 @@ def write_delta(header: DeltaHeader, bodies: Iterable[bytes]) -> bytes:
     return b"".join([MAGIC, struct.pack("<I", len(said)), said, *bodies])
 
 
-def read_delta(data: Data) -> tuple[DeltaHeader, Iterator[memoryview]]:
-    """Return the header and the bodies of all its parts. Raises `StorageError` for a malformed delta."""
+def read_delta(data: Data, rest: Sequence[Data] = ()) -> tuple[DeltaHeader, Iterator[memoryview]]:
+    """Return the header and the bodies of all its parts, the last of which lie in `rest`. Raises
+    `StorageError` for a malformed delta."""
     start = len(MAGIC) + 4
     if len(data) < start or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"these {len(data)} bytes are no delta of weights")
@@ -108,13 +111,24 @@ def read_delta(data: Data) -> tuple[DeltaHeader, Iterator[memoryview]]:
         header = decode(bytes(data[start : start + length]), DeltaHeader)
     except SchemaError as error:
         raise StorageError(f"the header of a delta is malformed: {error}") from error
-    sizes = [change.body_bytes for tensor in header.changes for change in tensor.parts]
-    if start + length + sum(sizes) != len(data):
-        raise StorageError(f"a delta of {len(data)} bytes has not the bodies that its header names")
     if len({tensor.name for tensor in header.changes}) != len(header.changes):
         raise StorageError("a delta changes one tensor twice")
-    bounds = accumulate(sizes, initial=start + length)
-    return header, (memoryview(data)[begin:end] for begin, end in pairwise(bounds))
+    sizes = [change.body_bytes for tensor in header.changes for change in tensor.parts]
+    blobs = [memoryview(data)[start + length :], *(memoryview(each) for each in rest)]
+    bounds, ends = list(accumulate(sizes, initial=0)), list(accumulate(map(len, blobs)))
+    if bounds[-1] != ends[-1] or not set(ends) <= set(bounds):
+        raise StorageError(f"blobs of {[len(data), *map(len, rest)]} bytes have not a delta's bodies")
+    return header, _cut(blobs, sizes)
+
+
+def _cut(blobs: Sequence[memoryview], sizes: Iterable[int]) -> Iterator[memoryview]:
+    left = iter(sizes)
+    for blob in blobs:
+        at = 0
+        while at < len(blob):
+            size = next(left)
+            yield blob[at : at + size]
+            at += size
 
 
 def pack_whole(words: Words) -> bytes:

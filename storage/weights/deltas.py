@@ -54,6 +54,7 @@ class Delta:
     """An encoded delta and its result."""
 
     data: bytes
+    """The delta, as far as its bodies are here."""
     weights: Weights
     sent_words: int
     """Number of words that were sent: those whose bits differ, and all words of a part that travels whole."""
@@ -67,7 +68,17 @@ class EncodedTensors:
     """Digest of every one of them, changed or not."""
     changes: Mapping[str, TensorChange]
     bodies: Mapping[str, list[bytes]]
-    """Bodies of the changed parts of each changed tensor."""
+    """Bodies of the changed parts of each changed tensor; none where they are stored elsewhere."""
+
+    @property
+    def body_bytes(self) -> int:
+        """Return the size of all bodies, wherever they are."""
+        return sum(part.body_bytes for change in self.changes.values() for part in change.parts)
+
+    @property
+    def content(self) -> list[bytes]:
+        """Return the bodies in the order of the changes."""
+        return [body for name in self.changes for body in self.bodies.get(name, ())]
 
 
 def encode_tensors(
@@ -100,15 +111,13 @@ def joined_delta(
     base: Weights, policy_version: int, tensors: Mapping[str, HostTensor],
     encoded: Sequence[EncodedTensors | None], *, most_bytes: int = sys.maxsize,
 ) -> Delta | None:  # fmt: skip
-    """Return the delta that has all these changes, whoever found them, as if one had encoded `tensors`.
+    """Return the delta that has all these changes, whoever found them: first those that were found first.
     Returns None where there are more than `most_bytes` of them."""
     found = [some for some in encoded if some is not None]
     if len(found) < len(encoded):
         return None
     digests = {name: digest for some in found for name, digest in some.digests.items()}
-    changed = {name: some for some in found for name in some.changes}
-    order = [name for name in tensors if name in changed]
-    changes = tuple(changed[name].changes[name] for name in order)
+    changes = tuple(change for some in found for change in some.changes.values())
     weights = Weights(policy_version, tensors, {name: digests[name] for name in tensors})
     header = DeltaHeader(
         base_version=base.policy_version,
@@ -118,8 +127,8 @@ def joined_delta(
         removed=tuple(sorted(base.tensors.keys() - tensors.keys())),
         changes=changes,
     )
-    data = write_delta(header, [body for name in order for body in changed[name].bodies[name]])
-    if len(data) > most_bytes:
+    data = write_delta(header, [body for some in found for body in some.content])
+    if len(data) + sum(some.body_bytes for some in found if not some.bodies) > most_bytes:
         return None
     return Delta(data, weights, sum(part.changed for change in changes for part in change.parts))
 
@@ -150,16 +159,17 @@ Note = Callable[[Words, Words, Sequence[Moved]], None]
 
 
 def apply_delta(
-    base: Weights, data: Data, threads: Executor | None = None, *,
+    base: Weights, data: Data, threads: Executor | None = None, *, rest: Sequence[Data] = (),
     note: Note | None = None, like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
-    """Apply the delta `data` to `base`, which stays as it is; unchanged tensors are shared.
+    """Apply the delta `data`, which goes on in `rest`, to `base`, which stays as it is; unchanged tensors are
+    shared.
 
     `note` is called for every tensor with changed words, on any of the threads; `like` allocates tensors that
     `base` has too.
     It takes no more memory than the changed tensors, and refuses to make `base` more than twice as large.
     Raises `StorageError` when the delta is malformed or for another base, or a result has another digest."""
-    header, bodies = read_delta(data)
+    header, bodies = read_delta(data, rest)
     if header.base_version != base.policy_version or header.base_digest != base.digest():
         raise StorageError(
             f"a delta from version {header.base_version} ({header.base_digest.hex()}) does not apply to "

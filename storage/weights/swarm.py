@@ -46,7 +46,7 @@ PEER_S = 30.0
 POLL_S = 0.1
 """Seconds until the learner is asked again where parts are, unless one has come."""
 MODEL_TRIES = 2
-"""Blobs that are looked for in the model's directory: adapters may come before the weights below them."""
+"""Blobs of which the model's directory may have nothing: adapters may come before the weights below them."""
 ORIGIN_FAILURES = 3
 """Failures of the learner's server, without a part that came meanwhile, after which a blob cannot be had."""
 Asked = Callable[["HeldBlob", tuple[PartFailed, ...]], PartsAsked]
@@ -111,7 +111,7 @@ class Swarm:
         self._url: str | None = None
         """URL at which others get parts; empty for a host that serves none, None before the first fetch."""
         self._near: dict[str, Path | None] = {}
-        """Directory of the files of a learner's server, where they are on this machine."""
+        """Directory of the files of each server of a learner, where they are on this machine."""
 
     async def get(self, ref: BlobRef) -> Data:
         """Return the bytes behind `ref`. Raises `BusError` where neither hosts nor the learner have a part;
@@ -149,15 +149,16 @@ class Swarm:
             directory = Path(found.directory)
             is_near = bool(found.machine) and found.machine == self._machine
             reads = is_near and os.access(directory / file_name(ref), os.R_OK)
-            self._near = {ref.origin: directory if reads else None}
+            self._near[ref.origin] = directory if reads else None
         return self._near[ref.origin]
 
     async def _filled(self, held: HeldBlob) -> Data:
         if not held.is_whole:
-            model = self._config.model if self._model_tries and not any(held.states) else None
-            self._model_tries -= model is not None
+            model = self._config.model if self._model_tries > 0 and not any(held.states) else None
             with shown_fetch(held.ref) as advance:
-                await _Fetch(self._bus, held, self._asked, advance).run(model)
+                fetch = _Fetch(self._bus, held, self._asked, advance)
+                await fetch.run(model)
+            self._model_tries -= model is not None and not fetch.found_in_model
         held.used_s = time.monotonic()
         # the memory goes back with the tensors of one reader, so the next ones have memory of their own
         data = await asyncio.to_thread(copied, held.data) if held.is_taken else held.data
@@ -174,10 +175,12 @@ class Swarm:
         """Keep what others may be told to take from here, as far as there is room, and look again then."""
         now, size_bytes = time.monotonic(), sum(held.size_bytes for held in self._held.values())
         idle = [name for name, held in self._held.items() if not held.readers]
+        newest = _of_version(self._held[idle[-1]].ref) if idle else ""
         for name in idle:
             held = self._held[name]
             is_over = now - held.used_s > SERVED_S
-            if is_over or (size_bytes > self._config.keep_bytes and name != idle[-1]):
+            too_much = size_bytes > self._config.keep_bytes and _of_version(held.ref) != newest
+            if is_over or too_much:
                 size_bytes -= held.size_bytes
                 del self._held[name]
                 held.states[:] = bytes(held.ref.parts)  # for who is reading it
@@ -203,6 +206,8 @@ class _Fetch:
         self._liars: set[str] = set()
         """Servers that sent other bytes than a part has."""
         self._origin_failures = 0
+        self.found_in_model = 0
+        """Parts that the model's directory had."""
         self._shown: dict[BlobAccess | None, dict[str, Any]] = {}
         """Arguments of requests to servers, by what they ask for."""
 
@@ -240,6 +245,7 @@ class _Fetch:
         except (BusError, StorageError, OSError) as error:
             log.warning("model_directory_not_used", directory=str(model), reason=str(error))
             return
+        self.found_in_model = len(found)
         for part in found:
             self._held.states[part] = HAD
             begin, end = part_range(self._held.ref, part)
@@ -303,6 +309,11 @@ class _Fetch:
             timeout=_peer_timeout(end - begin) if source.url else TIMEOUT, **self._shown[access],
         )  # fmt: skip
         self._advance(end - begin)
+
+
+def _of_version(ref: BlobRef) -> str:
+    """Return what the blobs of all ranks of the learner have in common."""
+    return ref.subject.rpartition(".")[0]
 
 
 def _peer_timeout(size_bytes: int) -> aiohttp.ClientTimeout:

@@ -241,12 +241,23 @@ def snapshot_content(weights: Weights) -> SnapshotContent:
 
 
 def read_snapshot(
-    data: Data, policy_version: int, threads: Executor | None = None, *, like: NewWords = np.empty_like
-) -> Weights:
-    """Read the tensors of a safetensors file: they stay where they are in memory of `new_memory`, and go from
-    other data into memory that `like` allocates.
+    data: Data, policy_version: int, threads: Executor | None = None, *, rest: Sequence[Data] = (),
+    like: NewWords = np.empty_like,
+) -> Weights:  # fmt: skip
+    """Read the tensors of safetensors files, of which one has what the others lack: they stay where they are
+    in memory of `new_memory`, and go from other data into memory that `like` allocates.
 
-    Raises `StorageError` when it is malformed."""
+    Raises `StorageError` when one is malformed, or two have a tensor of one name."""
+    tensors: dict[str, HostTensor] = {}
+    for each in (data, *rest):
+        found = _tensors_in(each, threads, like)
+        if twice := tensors.keys() & found.keys():
+            raise StorageError(f"two files of a snapshot have {min(twice)}")
+        tensors |= found
+    return Weights.of(policy_version, tensors, threads)
+
+
+def _tensors_in(data: Data, threads: Executor | None, like: NewWords) -> dict[str, HostTensor]:
     try:
         [length] = struct.unpack_from("<Q", data)
         if length > min(MAX_HEADER_BYTES, len(data)):
@@ -255,10 +266,9 @@ def read_snapshot(
         header.pop("__metadata__", None)
         _refuse_overlap(header)
         copies = in_order(threads, partial(_tensor, data, 8 + length, like), header.values())
-        tensors = dict(zip(header, copies, strict=True))
+        return dict(zip(header, copies, strict=True))
     except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(f"these {len(data)} bytes are no safetensors file: {error!r}") from error
-    return Weights.of(policy_version, tensors, threads)
 
 
 def _refuse_overlap(header: Mapping[str, Mapping[str, Sequence[int]]]) -> None:

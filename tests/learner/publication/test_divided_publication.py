@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from actors.weights.received import Receiver
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import StorageError
@@ -23,15 +24,19 @@ from learner.data.packing import pack
 from learner.distributed.process_group import gathered
 from learner.host_memory.copies import host_tensors
 from learner.publication import divided_weights
+from learner.publication.announcement import blobs_of
 from learner.publication.publisher import WeightPublisher
 from learner.publication.shared_copy import SharedCopy
 from learner.publication.tensor_encoder import TensorEncoder
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World
+from storage.settings.weights_transport import BusTransport, FilesTransport, HttpTransport, Transport
+from storage.weights.blob_files import file_name
 from storage.weights.blob_sources import Blobs
-from storage.weights.blob_stores import BusBlobs
-from storage.weights.tensors import Weights, own, snapshot_content
+from storage.weights.blob_stores import blob_store
+from storage.weights.delta_format import DeltaHeader, read_delta
+from storage.weights.tensors import Weights, own
 from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
@@ -50,6 +55,12 @@ CASES = {
 
 
 IN_SMALL_CHUNKS = ("megatron", "mixture")
+
+
+def transport_of(name: str, directory: Path) -> Transport:
+    if name in ("megatron", "mixture"):
+        return FilesTransport(directory=directory / "shared")
+    return HttpTransport() if name in ("fsdp", "stacks") else BusTransport()
 
 
 class TrainingRank(Rank):
@@ -117,21 +128,26 @@ async def _publish(url: str, directory: Path, name: str) -> tuple[list[int], int
     with ThreadPoolExecutor(1) as thread:
         rank = TrainingRank(backend, settings, reader=None, demonstrations=None, thread=thread)
         world = World(Channel(stop), rank, settings)
-        if dist.get_rank() > 0:
-            await world.follow()
-            return None
-        async with Bus.connect(BusConfig(url=url), "test", name="rank 0") as bus, world.led(stop):
-            await publish_and_compare(bus, world, rank, settings.learner.publication, directory)
-            return await world.call(TrainingRank.bytes_held)
+        async with Bus.connect(BusConfig(url=url), "test", name=f"rank {dist.get_rank()}") as bus:
+            if dist.get_rank() > 0:
+                store = blob_store(bus, transport_of(name, directory), directory, dist.get_rank())
+                async with rank.publishing_to(store):
+                    await world.follow()
+                return None
+            async with world.led(stop):
+                await publish_and_compare(bus, world, rank, name, directory)
+                return await world.call(TrainingRank.bytes_held)
 
 
-async def publish_and_compare(
-    bus: Bus, world: World, rank: Rank, config: PublicationConfig, directory: Path
-) -> None:
+async def publish_and_compare(bus: Bus, world: World, rank: Rank, name: str, directory: Path) -> None:
+    config = rank._settings.learner.publication
     others, encoder = rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish)), TensorEncoder(config)
-    publisher = WeightPublisher(bus, BusBlobs(bus), config, incarnation="one", others=others)
+    reads, read = [], others._read
+    others._read = lambda *asked: (reads.append(asked), read(*asked))[1]
+    store = blob_store(bus, transport_of(name, directory), directory)
+    publisher = WeightPublisher(bus, store, config, incarnation="one", others=others)
     await publisher.start(directory)
-    expected_of: dict[int, Weights] = {}
+    receiver, expected_of = Receiver(Blobs(bus)), dict[int, Weights]()
     for version in range(VERSIONS):
         whole = await world.call(TrainingRank.trained, version)
         expected = Weights.of(version, encoder.in_format(whole.tensors))
@@ -147,18 +163,26 @@ async def publish_and_compare(
         if manifest.snapshot_at < version:
             delta = encode_delta(expected_of[version - 1], version, expected.tensors)
             assert 0 < delta.sent_words < expected.words / 2
-            assert bytes(await Blobs(bus).get(manifest.deltas[-1].blob)) == delta.data
+            found = [bytes(await Blobs(bus).get(blob)) for blob in manifest.deltas[-1].blobs]
+            assert by_tensor(*found) == by_tensor(delta.data)
+            assert max(map(len, found[1:])) < sum(map(len, found)) / 2
+            assert publisher.figures["weights/wire_bytes"] == sum(map(len, found))
             if config.snapshot_every == 2:  # neither in small chunks nor quantised
                 assert exchanged == delta.sent_words
+        assert (await receiver.advance(manifest)).digest() == expected.digest()
         expected_of[version] = expected
     assert manifest.deltas, "no version was a delta"
     await publisher.snapshots_written()
     latest = publisher.latest
     assert (latest.snapshot_at > 0) == (config.snapshot_every == 2)
-    found = bytes(await Blobs(bus).get(latest.snapshot))
-    assert found == b"".join(snapshot_content(expected_of[latest.snapshot_at]))
+    assert len(latest.snapshot_blobs) == dist.get_world_size()
+    assert (await Receiver(Blobs(bus)).from_snapshot(latest)).digest() == expected.digest()
+    assert not reads, "rank 0 fetched tensors of others"
     sent, alone = [await asyncio.to_thread(SharedCopy, each) for each in (announced, expected)]
     assert bytes(sent.memory.bytes) == bytes(alone.memory.bytes), "a broadcast would have other weights"
+    needed = {file_name(blob) for held in publisher._held.values() for blob in blobs_of(held)}
+    if not isinstance(transport_of(name, directory), BusTransport):
+        assert await asyncio.to_thread(blobs_in, directory) == needed
     if config.quantisation == "fp8_block":
         await world.call(TrainingRank.spoil)
         copied = await world.call(Rank.copy_weights)
@@ -167,6 +191,18 @@ async def publish_and_compare(
         ):
             await publisher.publish(await copied.arrived(), policy_version=9, stage="rl", trains_from=0)
     await publisher.close()
+
+
+def blobs_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.rglob("*.blob")}
+
+
+def by_tensor(*blobs: bytes) -> tuple[DeltaHeader, dict[str, list[bytes]]]:
+    """Return what a delta says, in whatever order it names the tensors, and the bodies of each."""
+    header, bodies = read_delta(blobs[0], blobs[1:])
+    found = {change.name: [bytes(next(bodies)) for _ in change.parts] for change in header.changes}
+    changes = tuple(sorted(header.changes, key=lambda change: change.name))
+    return replace(header, changes=changes), found
 
 
 @pytest.mark.nats

@@ -78,7 +78,7 @@ async def _fail_to_copy(directory: Path) -> str:
         try:
             await rank.copy_weights()
         except MemoryError as error:
-            rank.fulfil(Wish(kind="digests", policy_version=0))
+            rank.fulfil(Wish("snapshot", (0, ())))
             return str(error)
 
         async def send(_: Wish) -> None:
@@ -86,7 +86,7 @@ async def _fail_to_copy(directory: Path) -> str:
 
         others = OtherRanks(rank._host, rank._answers, send)
         try:
-            return str(await asyncio.wait_for(others.digests(0), 60))
+            return str(await asyncio.wait_for(others.snapshot(0, ()), 60))
         except MemoryError as error:
             return str(error)
 

@@ -16,6 +16,7 @@ from learner.host_memory.copies import host_tensors
 from learner.publication import publisher as publishing
 from learner.publication import snapshot_writer
 from learner.publication.publisher import WeightPublisher
+from learner.publication.rank_tensors import StoredSnapshot
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import snapshot_content
@@ -109,13 +110,19 @@ class OtherRanksWithoutTensors:
     async def encoded(self, *_):
         return []
 
-    async def digests(self, _):
-        return {}
+    async def snapshot(self, *_):
+        return StoredSnapshot({}, ())
 
-    async def hold(self, _):
-        """There is nothing to hold."""
+    async def written(self):
+        return ()
 
-    drop = hold
+    async def hold_all(self, blobs):
+        return not blobs
+
+    async def begin_snapshot(self, *_):
+        """There is nothing to store."""
+
+    retire = begin_snapshot
 
 
 async def test_the_loop_goes_on_while_tensors_are_named_and_laid_out(bus, tmp_path, monkeypatch):
@@ -138,7 +145,8 @@ async def test_the_loop_goes_on_while_tensors_are_named_and_laid_out(bus, tmp_pa
 async def test_other_ranks_hash_their_tensors_while_rank_0_hashes_its_own(bus, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     others, asked = OtherRanksWithoutTensors(), threading.Event()
-    monkeypatch.setattr(others, "digests", lambda _: asyncio.to_thread(lambda: asked.set() or {}))
+    stored = StoredSnapshot({}, ())
+    monkeypatch.setattr(others, "snapshot", lambda *_: asyncio.to_thread(lambda: asked.set() or stored))
     publisher = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="one", others=others)
     digests = publisher._encoder.digests
 

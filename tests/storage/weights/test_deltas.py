@@ -216,6 +216,32 @@ def test_every_cut_is_refused(step):
         apply_delta(before, data + b"x")
 
 
+def test_a_delta_whose_bodies_lie_in_several_blobs_is_the_same(step):
+    before, data = step
+    header, bodies = read_delta(data)
+    cut = [bytes(body) for body in bodies]
+    begin = data[: len(data) - sum(map(len, cut))]
+    expected = apply_delta(before, data)
+    for n in range(len(cut) + 1):
+        first, rest = begin + b"".join(cut[:n]), [b"".join(cut[n:]), b""]
+        assert same(apply_delta(before, first, rest=rest), expected)
+        if rest[0]:
+            with pytest.raises(StorageError, match="bodies"):
+                apply_delta(before, first + rest[0][:1], rest=[rest[0][1:]])
+            with pytest.raises(StorageError, match="bodies"):
+                apply_delta(before, first)
+    assert len(cut) > 1
+    assert header.changes
+
+
+def test_a_snapshot_may_lie_in_several_files_that_have_different_tensors():
+    tensors = {name: tensor(np.arange(10) + n) for n, name in enumerate("abc")}
+    files = [b"".join(snapshot_content(weights(3, **{name: one}))) for name, one in tensors.items()]
+    assert same(read_snapshot(files[0], 3, rest=files[1:]), weights(3, **tensors))
+    with pytest.raises(StorageError, match="two files of a snapshot have a"):
+        read_snapshot(files[0], 3, rest=files[:1])
+
+
 @settings(max_examples=100)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_as_a_delta_and_as_a_snapshot(data):

@@ -235,7 +235,7 @@ class BucketTransport(Transport):
     schemes: ClassVar[tuple[str, ...]] = ("bucket",)
 
 
-def bucket(bus, config, directory):
+def bucket(bus, config, directory, rank):
     return FileBlobs(directory, f"{config.type}://{directory}")
 
 
@@ -249,6 +249,32 @@ async def test_a_transport_that_is_added_states_all_that_others_go_by(bus, tmp_p
     await store.start()
     ref = await store.put([b"some", b"thing"], "policy", 7)
     assert bytes(await Blobs(bus).get(ref)) == b"something"
+
+
+@pytest.mark.parametrize("kind", ["http", "files"])
+async def test_a_rank_serves_what_it_stored_and_rank_0_removes_what_an_earlier_learner_left(
+    bus, tmp_path, kind
+):
+    transport = config(kind, tmp_path)
+    stores = [blob_store(bus, transport, tmp_path / "served", rank) for rank in (2, 0)]
+    for store in stores:
+        await store.start()
+    refs = [await store.put([b"of ", bytes([n])], "policy", 7) for n, store in enumerate(stores)]
+    assert len({ref.origin for ref in refs}) == 2
+    assert [bytes(await Blobs(bus).get(ref)) for ref in refs] == [b"of \0", b"of \1"]
+    for store in stores:
+        await store.close()
+    await blob_store(bus, transport, tmp_path / "served").start()
+    assert not await stores[0].holds(refs[:1])
+
+
+def test_a_rank_has_a_port_of_its_own():
+    given = HttpTransport(port=7000, advertise="https://head:443")
+    assert (given.of_rank(0), given.of_rank(3).port) == (given, 7003)
+    assert given.of_rank(3).advertise == "https://head:446"
+    assert HttpTransport().of_rank(3) == HttpTransport()
+    with pytest.raises(ConfigError, match=r"advertise=https://head: .*end it with the port"):
+        HttpTransport(advertise="https://head").of_rank(1)
 
 
 async def test_auto_takes_the_bus_up_to_a_fourth_of_the_stream_and_http_beyond(bus):
