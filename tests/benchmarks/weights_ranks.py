@@ -1,9 +1,9 @@
 """Tells what a publication costs each rank of a learner whose ranks share the model: `launch bench weights
 --ranks N`.
 
-Each rank trains, finds what changed of what it holds, and codes and hashes its share of the published
-tensors. Rank 0 joins what they coded and announces it over a real bus, where a receiver applies it and
-compares digests. The ranks talk by NCCL where each has a GPU, and by gloo otherwise. What
+Each rank trains, finds what changed of what it holds, and codes, hashes and stores its share of the published
+tensors. Rank 0 announces over a real bus where all of it lies; a receiver fetches and applies it and compares
+digests. The ranks talk by NCCL where each has a GPU, and by gloo otherwise. What
 `--learner.parallel`, `--learner.backend` and `--learner.lora` say holds."""
 
 import asyncio
@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,12 @@ import torch.distributed as dist
 from actors.weights.received import Receiver
 from benchmarks.learner import trainer_of
 from benchmarks.learner_workloads import Workload
-from benchmarks.weights import FIRST, STEPS_BEFORE, on_a_bus, workload_of
+from benchmarks.weights import FIRST, RUN, STEPS_BEFORE, on_a_bus, workload_of
 from bus.codec import Json
+from bus.config import BusConfig
+from bus.connection.bus import Bus
 from bus.errors import TrainingError
+from bus.messages import BlobRef
 from bus.process.child_process import module_command
 from launch.process.log_settings import configure_logging
 from launch.services.learner import learner_settings
@@ -48,9 +52,10 @@ from learner.publication.tensor_encoder import TensorEncoder, Tensors
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World
+from storage.disk.atomic_files import Content
 from storage.disk.run_directory import RunDirectory
 from storage.weights.blob_sources import blob_source
-from storage.weights.blob_stores import blob_store, chosen_transport
+from storage.weights.blob_stores import BlobStore, blob_store, chosen_transport
 from storage.weights.deltas import EncodedTensors
 from storage.weights.tensors import Weights
 
@@ -96,8 +101,25 @@ class TimedEncoder(TensorEncoder):
         return found
 
 
+class TimedStore:
+    """Notes how long it takes to store what a rank has of a version, and its size."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self.start, self.holds, self.delete, self.close = store.start, store.holds, store.delete, store.close
+        self.figures: Figures = {}
+
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
+        began = time.perf_counter()
+        blob = await self._store.put(content, *tokens)
+        self.figures = {"store_s": time.perf_counter() - began, "stored_bytes": blob.size_bytes}
+        return blob
+
+
 class MeasuredRank(Rank):
     """A rank that trains on random tokens and notes what its publications take."""
+
+    store: TimedStore
 
     def measure(self, workload: Workload, config: PublicationConfig) -> None:
         """Train on this from now on, and code as `config` says."""
@@ -105,6 +127,13 @@ class MeasuredRank(Rank):
         self._tensors = OwnTensors(self.encoder, self._answers)
         self._workload, self._seed = workload, np.random.default_rng(1)
         self._wait_s = 0.0
+
+    async def stored_at(self, bus: Bus, directory: Path) -> BlobStore:
+        """Return the store of what this rank publishes."""
+        configured = self._settings.learner.publication.transport
+        transport = await chosen_transport(bus, configured, self._backend.size_bytes)
+        self.store = TimedStore(blob_store(bus, transport, directory / "weights", dist.get_rank()))
+        return self.store
 
     async def trained(self) -> None:
         """Train on tokens that have not been seen, as a run does."""
@@ -132,12 +161,20 @@ class MeasuredRank(Rank):
         mine = {
             "wait_s": self._wait_s,
             **self.encoder.figures,
+            **self.store.figures,
             "tensors_bytes": sum(each.nbytes for some in of_dtypes for each in some._sets),
             "compared_bytes": sum(chunk._kept.nbytes for some in of_dtypes for chunk in some._chunks),
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "peak_gpu_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         }
         return await self.in_thread(lambda: gathered(mine))
+
+
+def bus_of_rank_0(url: str = "") -> str:
+    """Return the URL that rank 0 gives. Every rank calls this."""
+    box = [url]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
 
 
 async def _measured(workload: Workload, config: RunConfig, directory: Path, versions: int) -> dict[str, Json]:
@@ -155,14 +192,19 @@ async def _measured(workload: Workload, config: RunConfig, directory: Path, vers
         rank.measure(workload, publication)
         world = World(Channel(stop), rank, settings)
         if dist.get_rank() > 0:
-            await world.follow()
+            url = await rank.in_thread(bus_of_rank_0)
+            async with (
+                Bus.connect(BusConfig(url=url), RUN, name="rank") as bus,
+                rank.publishing_to(await rank.stored_at(bus, directory)),
+            ):
+                await world.follow()
             return {}
         workload.model.save_pretrained(directory / "model")
         source = config.actors.weights
         async with on_a_bus(directory) as bus, world.led(stop), blob_source(bus, source) as blobs:
-            transport = await chosen_transport(bus, publication.transport, backend.size_bytes)
+            await rank.in_thread(partial(bus_of_rank_0, str(bus.client.connected_url.geturl())))
             publisher = WeightPublisher(
-                bus, blob_store(bus, transport, directory / "weights"), publication,
+                bus, await rank.stored_at(bus, directory), publication,
                 incarnation="bench", base=rank.adapter_base,
                 others=rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish)),
             )  # fmt: skip

@@ -67,5 +67,6 @@ def test_each_rank_of_a_shared_model_codes_its_share_and_says_what_that_takes():
         assert figures["tensors_bytes"] == 2 * figures["share_bytes"], "two sets take turns"
         assert figures["wait_s"] > 0
         assert 0 < figures["coded_bytes"] < 0.1 * whole
+        assert figures["stored_bytes"] < 0.8 * report["weights/wire_bytes"], "a rank stores what others have"
         coded += figures["coded_bytes"]
     assert coded < report["weights/wire_bytes"] < whole / 10
