@@ -18,7 +18,6 @@ import structlog
 
 from bus.errors import BusError, ConfigError
 from bus.process.child_process import tied_to_parent
-from bus.server.server_config import quoted
 
 if TYPE_CHECKING:  # it loads a library of cryptography, which few processes need
     from bus.server.secure_directory import SecureDirectory
@@ -271,3 +270,19 @@ def _tail(log_file: Path, lines: int = 3) -> str:
     if not log_file.exists():
         return "(no log)"
     return " / ".join(log_file.read_text(errors="replace").splitlines()[-lines:])
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def quoted(text: str) -> str:
+    """Return a text as nats-server's configuration has it: in quotes, with its escapes.
+
+    JSON's escapes are others: nats-server refuses `\\u00e9`, and reads letters beyond ASCII as they are."""
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    if character < " " or character == "\x7f":
+        return _ESCAPES.get(character, f"\\x{ord(character):02x}")
+    return _ESCAPES.get(character, character)

@@ -17,7 +17,7 @@ from bus.security.role_keys import RoleKeys, new_seed, public_key
 from bus.security.signatures import keys_in, sign_keys
 from bus.security.stream_access import MULTIPLE_ANSWERS_S, StreamAccess, has_several_answers
 from bus.security.whole_files import write_secret
-from bus.server.server_config import quoted
+from bus.server.nats_server import quoted
 from bus.topology import Topology
 
 SECRET_BYTES = 24

@@ -8,7 +8,7 @@ from bus.errors import ConfigError, listed
 from learner.backends.megatron.conversion.families import shape_of
 from learner.backends.megatron.model.model import unsuitable
 from learner.backends.megatron.model.requirements import unsupported
-from learner.backends.megatron.weights.misfits import refuse_misfits
+from learner.backends.megatron.weights.rank_weights import refuse_misfits
 from learner.backends.megatron.weights.torch_dist import is_checkpoint
 from learner.config.backend import BackendName
 from learner.config.model import ModelConfig

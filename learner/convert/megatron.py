@@ -16,7 +16,7 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core.megatron_core import CheckpointingConfig, save_config
 from learner.backends.megatron.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.model.requirements import unsupported
-from learner.backends.megatron.weights.misfits import refuse_misfits, weights_beside
+from learner.backends.megatron.weights.rank_weights import refuse_misfits, weights_beside
 from learner.backends.megatron.weights.stacks import stacks_of, unstacked
 from learner.backends.megatron.weights.torch_dist import (
     MegatronWeights,

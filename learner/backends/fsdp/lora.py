@@ -2,12 +2,11 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,16 +17,15 @@ from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import local, whole
 from learner.backends.shared.lora import (
     CHANGE,
-    BaseNorms,
-    base_digest,
+    FrozenBase,
     excess,
     first_a,
-    merged,
+    merged_stream,
     squared_norms,
     targeted,
 )
 from learner.backends.shared.score_head import SCORE_HEAD
-from learner.config.lora import LoraConfig, saved_settings
+from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import State
 from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
 
@@ -46,9 +44,6 @@ class Adapted:
     """Names in files of the linear layers: one, or one for each expert."""
     of_experts: bool = False
     """Whether they are those of all experts, whose A and B have one dimension more."""
-    place: int = 0
-    """Number of the rows among as many pieces of the weight."""
-    pieces: int = 1
 
     @property
     def name(self) -> str:
@@ -96,12 +91,11 @@ def _adapted_experts(
         here = [stack for stack in stacks if stack.module == module]
         found = []
         for stack in here:
-            for place, (projection, layers) in enumerate(stack.projections.items()):
+            for projection, layers in stack.projections.items():
                 if some := chosen.intersection(layers):
                     _refuse_some_experts(config, projection, layers, some)
                     begins = f"{module}.{pairs_name(projection)}.lora_"
-                    weight, pieces = f"{module}.{stack.tensor}", len(stack.projections)
-                    found.append(Adapted(weight, begins, "", layers, True, place, pieces))
+                    found.append(Adapted(f"{module}.{stack.tensor}", begins, "", layers, of_experts=True))
         if found:
             projections = {each.layers[0].rpartition(".")[2] for each in found}
             adapt_experts(hf_model.get_submodule(module), here, projections, config.rank, config.scale)
@@ -184,8 +178,7 @@ class ModelAdapters:
         """Take them away from the `tensors` of the model, of which the weights of `base` are left. It
         computes in `dtype`."""
         self.config = config
-        self._base = base
-        self._norms = BaseNorms(base, dtype)
+        self.base = FrozenBase(config, base, dtype)
         self._adapters: list[LayerAdapter] = []
         self.tensors: dict[str, Tensor] = {}
         """What is trained, A and B of all layers and the head of a reward model, by peft's names."""
@@ -199,12 +192,9 @@ class ModelAdapters:
         self._head = tensors.get(SCORE_HEAD)
         if self._head is not None:
             self.tensors[PREFIX + SCORE_HEAD] = self._head
-        self._of_weight: dict[str, list[LayerAdapter]] = {}
-        for adapter in self._adapters:
-            self._of_weight.setdefault(adapter.of.weight, []).append(adapter)
-
-    def __contains__(self, weight: object) -> bool:
-        return weight in self._of_weight
+        self._layers = dict.fromkeys(layer for each in adapted for layer in each.layers)
+        self.weights = {each.weight for each in adapted}
+        """Names in the model of the weights that have adapters."""
 
     @torch.no_grad()
     def switch_off(self) -> None:
@@ -213,23 +203,12 @@ class ModelAdapters:
             if adapter.change is not None:
                 local(adapter.change).zero_()
 
-    def merge(self, weight: str, whole_weight: Tensor) -> Tensor:
-        """Return what a weight and its adapter make together, on rank 0. Every rank calls this."""
-        adapters, dtype = self._of_weight.get(weight, []), whole_weight.dtype
-        for adapter in adapters:
-            a, b = whole(adapter.a, dtype), whole(adapter.b, dtype)
-            change = None if adapter.change is None else whole(adapter.change, dtype)
-            if dist.get_rank() != 0:
-                continue
-            if not adapter.of.of_experts:
-                magnitude = None if change is None else self._norms.magnitude(weight, change)
-                return merged(whole_weight, a, b, self.config.scale, magnitude)
-            if adapter is adapters[0]:
-                whole_weight = whole_weight.clone()  # it may be the parameter itself
-            rows = whole_weight.chunk(adapter.of.pieces, dim=1)[adapter.of.place]
-            for of_expert, each_a, each_b in zip(rows, a, b, strict=True):
-                of_expert.copy_(merged(of_expert, each_a, each_b, self.config.scale))
-        return whole_weight
+    def merged(
+        self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield on rank 0 what weights and their adapters make together, which compute in `dtype`. Every rank
+        exhausts this."""
+        return merged_stream(weights, self._streamed(dtype), self._layers, self.config.scale)
 
     def exported(self, dtype: torch.dtype) -> Exported:
         """Return what is trained, to publish it alone, as the `dtype` in which it is computed with; the
@@ -261,7 +240,7 @@ class ModelAdapters:
             if adapter.change is not None:
                 found, weight = whole(adapter.change, dtype), adapter.of.weight
                 if dist.get_rank() == 0:
-                    yield magnitude_name(weight), self._norms.magnitude(weight, found)
+                    yield magnitude_name(weight), self.base.magnitude(weight, found)
         if self._head is not None:
             found = whole(self._head, dtype)
             if dist.get_rank() == 0:
@@ -270,14 +249,5 @@ class ModelAdapters:
     def described(self, exact: Mapping[str, torch.dtype]) -> TrainedAdapters:
         """Return what others than this backend need of them; `exact` weights have dtypes of their own."""
         streamed = partial(self._streamed, torch.float32)
-        layers = [layer for adapter in self._adapters for layer in adapter.of.layers]
         whole = () if self._head is None else (SCORE_HEAD,)
-        return TrainedAdapters(self.config, self._base, exact, layers, streamed, whole)
-
-    def saved(self) -> dict[str, JsonValue]:
-        """Return what must be the same where a checkpoint of them is loaded."""
-        return {**saved_settings(self.config), "base": self._base_digest}
-
-    @cached_property
-    def _base_digest(self) -> str:
-        return base_digest(self._base)
+        return TrainedAdapters(self.config, self.base.weights, exact, [*self._layers], streamed, whole)

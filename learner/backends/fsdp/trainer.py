@@ -42,7 +42,7 @@ from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.backends.shared.given_experts import replay_figures
 from learner.backends.shared.lora import refuse_other_adapters
 from learner.backends.shared.score_head import SCORE_HEAD
-from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
+from learner.backends.shared.trainable import EVERYTHING, TrainableWeights, refuse_other_frozen
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide, learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up, importance_ratios
@@ -284,9 +284,8 @@ class FsdpTrainer:
         yield from self._streamed(self._tensors)
 
     def _streamed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if self._adapters is None:
-            return stream_weights(tensors, self._names, self.dtype)
-        return stream_weights(tensors, self._names, self.dtype, finish=self._adapters.merge)
+        weights = stream_weights(tensors, self._names, self.dtype)
+        return weights if self._adapters is None else self._adapters.merged(weights, self.dtype)
 
     def exported(self) -> Exported:
         self._settle()
@@ -302,7 +301,8 @@ class FsdpTrainer:
             return Exported(self._names.files, {}, NO_TENSORS, self._float32_buffers, pieces=pieces)
         here: dict[str, Tensor] = {}
         if dist.get_world_size() == 1 and self.dtype == torch.float32:
-            unmerged = {name: each for name, each in self._tensors.items() if name not in (adapters or ())}
+            adapted = set[str]() if adapters is None else adapters.weights
+            unmerged = {name: each for name, each in self._tensors.items() if name not in adapted}
             here = whole_here(unmerged, self._names)
         left = {
             name: tensor
@@ -339,7 +339,7 @@ class FsdpTrainer:
             "ranks": dist.get_world_size(),
             "optimizer": self.optimizer_config.matrices,
             "frozen": [*sorted(self._frozen_weights)],
-            "lora": None if self._adapters is None else self._adapters.saved(),
+            "lora": None if self._adapters is None else self._adapters.base.saved(),
             "policies": [*sorted(self.frozen.own)],
         }
 
@@ -355,14 +355,9 @@ class FsdpTrainer:
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         refuse_other_optimizer(directory, training.get("optimizer", "adamw"), self.optimizer_config.matrices)
-        ours = None if self._adapters is None else self._adapters.saved()
+        ours = None if self._adapters is None else self._adapters.base.saved()
         refuse_other_adapters(directory, training.get("lora"), ours)
-        if frozen := set(training["frozen"]) ^ self._frozen_weights:
-            raise ConfigError(
-                f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
-                f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or "
-                "start a new run from its weights with --model.path"
-            )
+        refuse_other_frozen(directory, training["frozen"], self._frozen_weights)
 
     def load_checkpoint(self, directory: Path, training: Mapping[str, Any]) -> None:
         self._settle()

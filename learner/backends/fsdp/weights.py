@@ -3,7 +3,7 @@
 Each rank reads its rows of each tensor, and of safetensors files nothing else; only what files divide, as
 experts, it reads as a whole. On the way out one tensor at a time is whole."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 
 import torch
@@ -59,22 +59,15 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
             mine.copy_(names.merge(name, state)[start:stop])
 
 
-def _as_it_is(_: str, tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @torch.no_grad()
 def stream_weights(
-    tensors: Mapping[str, Tensor], names: FileNames, dtype: torch.dtype, *,
-    finish: Callable[[str, Tensor], Tensor] = _as_it_is,
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    tensors: Mapping[str, Tensor], names: FileNames, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their names in files on rank 0, as `dtype`, each good until the next.
 
-    Every rank must exhaust this iterator; it yields nothing on the others. `finish` is called on every rank
-    with each whole tensor and its name in the model, and returns the one to yield. Buffers keep their dtype.
-    """
+    Every rank must exhaust this iterator; it yields nothing on the others. Buffers keep their dtype."""
     for name, tensor in tensors.items():
-        found = finish(name, whole(tensor, dtype) if isinstance(tensor, DTensor) else tensor.detach())
+        found = whole(tensor, dtype) if isinstance(tensor, DTensor) else tensor.detach()
         if dist.get_rank() == 0:
             yield from names.split(name, found).items()
 

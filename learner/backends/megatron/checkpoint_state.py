@@ -33,6 +33,7 @@ from learner.backends.megatron.core.megatron_core import (
 from learner.backends.megatron.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.shared.lora import refuse_other_adapters
+from learner.backends.shared.trainable import refuse_other_frozen
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.host_memory.copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
@@ -201,7 +202,7 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
         "optimizer": trainer.optimizer_config.matrices,
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": [*sorted(trainer.frozen_names)],
-        "lora": None if trainer.lora is None else trainer.lora.saved(),
+        "lora": None if trainer.lora is None else trainer.lora.base.saved(),
         "policies": [*sorted(trainer.frozen.own)],
         "critic": _critic_state(trainer.critic) if trainer.critic else None,
         "head": None if trainer.head is None else _head_state(trainer.head),
@@ -227,23 +228,14 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
             "set that again"
         )
     refuse_other_optimizer(directory, training.get("optimizer", "adamw"), trainer.optimizer_config.matrices)
-    ours = None if trainer.lora is None else trainer.lora.saved()
+    ours = None if trainer.lora is None else trainer.lora.base.saved()
     refuse_other_adapters(directory, training.get("lora"), ours)
-    _refuse_other_frozen(directory, training["frozen"], trainer.frozen_names)
+    refuse_other_frozen(directory, training["frozen"], trainer.frozen_names)
     if trainer.head is not None and (saved_head := training.get("head")):
-        _refuse_other_frozen(directory, saved_head["frozen"], trainer.head.frozen_names)
+        refuse_other_frozen(directory, saved_head["frozen"], trainer.head.frozen_names)
         _refuse_more_stages(directory, saved_head["stages"], trainer.head.stages)
     if trainer.critic is not None:
         _refuse_other_critic(directory, training.get("critic"), trainer.critic)
-
-
-def _refuse_other_frozen(directory: Path, saved: Iterable[str], ours: set[str]) -> None:
-    if frozen := set(saved) ^ ours:
-        raise ConfigError(
-            f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
-            f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or start a "
-            "new run from its weights with --model.path"
-        )
 
 
 def _refuse_more_stages(directory: Path, saved: int, stages: int) -> None:

@@ -51,8 +51,7 @@ from learner.backends.megatron.update_step import (
 )
 from learner.backends.megatron.weights.export import WeightExport
 from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
-from learner.backends.megatron.weights.misfits import weights_beside, without_beside
-from learner.backends.megatron.weights.rank_weights import load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights, weights_beside, without_beside
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.shared.given_experts import replay_figures

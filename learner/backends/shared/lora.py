@@ -2,11 +2,13 @@
 it begins with, and the weights that it makes."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from pydantic import JsonValue
 from torch import Tensor
 from xxhash import xxh3_64_intdigest, xxh3_128
 
@@ -180,28 +182,35 @@ def excess(squares: Tensor, change: Tensor) -> Tensor:
     return (before - after + change.float()) / after.clamp(min=SMALLEST_NORM)
 
 
-class BaseNorms:
-    """Lengths of the rows of frozen weights, computed once on the host."""
+class FrozenBase:
+    """The weights under adapters: the lengths of their rows, and what checkpoints of the adapters say of
+    them. Each is computed once."""
 
-    def __init__(self, base: State, dtype: torch.dtype) -> None:
-        """Those of `base`, as `dtype`, in which it is computed with."""
-        self._base, self._dtype = base, dtype
-        self._known: dict[str, Tensor] = {}
+    def __init__(self, config: LoraConfig, weights: State, dtype: torch.dtype) -> None:
+        """Take the weights as `dtype`, in which they are computed with."""
+        self.weights = weights
+        self._config, self._dtype = config, dtype
+        self._norms: dict[str, Tensor] = {}
 
     def magnitude(self, weight: str, change: Tensor) -> Tensor:
         """Return the lengths that the rows of an adapted weight have, float32 [rows], from their change."""
-        if weight not in self._known:
-            self._known[weight] = row_norms(self._base[weight].to(self._dtype))
-        return self._known[weight].to(change.device) + change.float()
+        if weight not in self._norms:
+            self._norms[weight] = row_norms(self.weights[weight].to(self._dtype))
+        return self._norms[weight].to(change.device) + change.float()
 
+    def saved(self) -> dict[str, JsonValue]:
+        """Return what must be the same where a checkpoint of the adapters is loaded."""
+        return {**saved_settings(self._config), "base": self._digest}
 
-def base_digest(base: State) -> str:
-    """Return a digest of the first row of each weight: it tells models apart, and takes no reading of all."""
-    digest = xxh3_128()
-    for name in sorted(base):
-        first = part_of(base, name, 0, 0, 1) if spec_of(base, name).shape else base[name]
-        digest.update(name.encode() + bytes(tensor_bytes(first)))
-    return digest.hexdigest()
+    @cached_property
+    def _digest(self) -> str:
+        """Digest of the first row of each weight: it tells models apart, and takes no reading of all."""
+        digest = xxh3_128()
+        for name in sorted(self.weights):
+            has_rows = spec_of(self.weights, name).shape
+            first = part_of(self.weights, name, 0, 0, 1) if has_rows else self.weights[name]
+            digest.update(name.encode() + bytes(tensor_bytes(first)))
+        return digest.hexdigest()
 
 
 def refuse_adapters_alone(directory: Path) -> NoReturn:

@@ -1,8 +1,9 @@
 """Tells which weights are trained, and which stay as they are, by their Hugging Face names."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bus.errors import ConfigError
 
@@ -42,6 +43,16 @@ class TrainableWeights:
 
 
 EVERYTHING = TrainableWeights()
+
+
+def refuse_other_frozen(directory: Path, saved: Iterable[str], ours: set[str]) -> None:
+    """Raise `ConfigError` where a checkpoint was trained with other weights frozen than the run has."""
+    if frozen := set(saved) ^ ours:
+        raise ConfigError(
+            f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
+            f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or start a "
+            "new run from its weights with --model.path"
+        )
 
 
 def _compiled(setting: str, expressions: Sequence[str], names: Sequence[str]) -> list[re.Pattern[str]]:

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -25,7 +24,6 @@ from learner.backends.megatron.model.adapter import (
     SharedRows,
 )
 from learner.backends.megatron.model.model import PolicyModel
-from learner.backends.megatron.weights.misfits import weights_beside
 from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Holders,
@@ -34,12 +32,13 @@ from learner.backends.megatron.weights.rank_weights import (
     global_name,
     stream_hf_weights,
     tensor_group,
+    weights_beside,
 )
 from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.weights.torch_dist import MegatronWeights
-from learner.backends.shared.lora import CHANGE, BaseNorms, base_digest, first_a, merged_stream, targeted
+from learner.backends.shared.lora import CHANGE, FrozenBase, first_a, merged_stream, targeted
 from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
-from learner.config.lora import LoraConfig, saved_settings
+from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State
 from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
 
@@ -111,8 +110,8 @@ class ChunkAdapters:
         self._whole = [SCORE_HEAD] if is_reward_model(hf_config) else []
         """Names of weights that are trained whole beside adapters."""
         frozen = [name for name in names if name not in self._whole]
-        self._base = SomeWeights(base, [*frozen, *self._beside])
-        self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
+        weights = SomeWeights(base, [*frozen, *self._beside])
+        self.base = FrozenBase(config, weights, next(chunks[0].parameters()).dtype)
         linear, self._targets = _linear_layers(hf_config, config)
         self._adapted = {
             rule.megatron: rule for rule in linear if not self._targets.keys().isdisjoint(_modules(rule))
@@ -180,7 +179,7 @@ class ChunkAdapters:
         weights = {magnitude_name(module + WEIGHT): module + WEIGHT for module in self._targets}
         for name, tensor in found:
             if name in weights:
-                yield name, self._norms.magnitude(weights[name], tensor)
+                yield name, self.base.magnitude(weights[name], tensor)
             else:
                 yield name, tensor.to(dtype)
 
@@ -209,11 +208,4 @@ class ChunkAdapters:
             float32_weights(family_of(self._hf_config).rules(shape_of(self._hf_config)))
             | self._beside.dtypes()
         )
-        return TrainedAdapters(self.config, self._base, exact, [*self._targets], streamed, self._whole)
-
-    def saved(self) -> dict[str, JsonValue]:
-        return {**saved_settings(self.config), "base": self._base_digest}
-
-    @cached_property
-    def _base_digest(self) -> str:
-        return base_digest(self._base)
+        return TrainedAdapters(self.config, self.base.weights, exact, [*self._targets], streamed, self._whole)

@@ -7,13 +7,14 @@ than the caller keeps."""
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from bus.errors import ConfigError, listed
 from bus.process.work_progress import tracked
@@ -28,7 +29,6 @@ from learner.backends.megatron.conversion.base import (
 )
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core.megatron_core import parallel_state
-from learner.backends.megatron.weights.misfits import says_nothing_new
 from learner.backends.megatron.weights.stacks import (
     file_name,
     in_files,
@@ -38,8 +38,10 @@ from learner.backends.megatron.weights.stacks import (
     stacks_of,
     unstacked,
 )
+from learner.backends.shared.score_head import is_reward_model
 from learner.distributed.process_group import device, gathered
-from learner.model_directories.lazy_weights import State, misfits, part_of, spec_of
+from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State, misfits, part_of, spec_of
+from learner.model_directories.text_model import saved_shapes
 
 log = structlog.get_logger()
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -350,3 +352,33 @@ def part_shapes_of(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ..
     if rule.counts_tokens:
         whole = (shape.vocab, *whole[1:])
     return rule.layout.part_shapes(whole, shape)
+
+
+def weights_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
+    """Return the weights of `state` that are beside the model."""
+    beside = family_of(hf_config).beside
+    return SomeWeights(state, [name for name in state if beside(name)])
+
+
+def without_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
+    """Return the weights of `state` that are of the model."""
+    beside = family_of(hf_config).beside
+    return SomeWeights(state, [name for name in state if not beside(name)])
+
+
+def refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights) -> None:
+    """Raise `ConfigError` for weights that are not those which transformers would save for this
+    configuration."""
+    form = AutoModelForSequenceClassification if is_reward_model(hf_config) else AutoModelForCausalLM
+    beside = family_of(hf_config).beside
+    found = misfits(
+        saved_shapes(hf_config, form), state, lambda name: beside(name) or says_nothing_new(name, hf_config)
+    )
+    if problems := list(found):
+        raise ConfigError(f"the weights in {source} do not fit its config.json:\n{listed(problems)}")
+
+
+def says_nothing_new(name: str, hf_config: PretrainedConfig) -> bool:
+    """Tell a tied output layer, and a buffer of old Llama files, from what a model may not have."""
+    tied = hf_config.tie_word_embeddings and name in OUTPUT.parts
+    return tied or name.endswith("rotary_emb.inv_freq")
