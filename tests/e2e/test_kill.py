@@ -20,50 +20,43 @@ from tests.e2e.commands import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
-STEPS = 12
+STEPS = 9
 
 
-def rank(launcher: Command, agent: psutil.Process, number: int) -> psutil.Process:
-    """The process that is this rank now, once it is there."""
+def first_rank(launcher: Command, agent: psutil.Process) -> psutil.Process:
+    """The process that is rank 0 now, once it is there."""
     found: list[psutil.Process] = []
 
     def runs() -> bool:
         for child in agent.children():
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-                if child.environ().get("TORCHELASTIC_RUN_ID") and _number(child) == number:
+                told = child.environ()
+                if told.get("TORCHELASTIC_RUN_ID") and told["LOCAL_RANK"] == "0":
                     found.append(child)
         return bool(found)
 
-    wait_until(runs, f"rank {number}", launcher)
+    wait_until(runs, "rank 0", launcher)
     return found[0]
 
 
-def _number(process: psutil.Process) -> int:
-    told = process.environ()
-    return int(told["SLUICE_NODE_RANK"]) * int(told["LOCAL_WORLD_SIZE"]) + int(told["LOCAL_RANK"])
-
-
 def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
+    """That another rank's death is mended alike, test_torchrun.py tests without a learner."""
     launcher = Command(tmp_path, "local", *with_steps(LONG, STEPS), "--learner.world.processes", "2")
     run = tmp_path / "runs/sort"
     try:
-        agent = None
-        for step, number, resumed in ((2, 1, 2), (3, 0, 4)):
-            wait_for_step(launcher, run, step, timeout_s=300)
-            wait_until(lambda: any((run / "checkpoints").glob("step_*")), "a checkpoint", launcher)
-            agent = agent or part(launcher, "learner")
-            rank(launcher, agent, number).kill()
-            what = f"{resumed} ranks to resume"
-            wait_until(lambda n=resumed: _resumed(run) >= n, what, launcher, timeout_s=120)
+        wait_for_step(launcher, run, 1, timeout_s=300)
+        wait_until(lambda: any((run / "checkpoints").glob("step_*")), "a checkpoint", launcher)
+        first_rank(launcher, part(launcher, "learner")).kill()
+        wait_until(lambda: _resumed(run) >= 2, "two ranks to resume", launcher)
         assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
-        for step, name in ((5, "learner"), (6, "actors"), (8, "storage"), (9, "bus")):
+        for step, name in ((3, "learner"), (4, "actors"), (5, "storage"), (6, "bus")):
             wait_for_step(launcher, run, step)
             part(launcher, name).kill()
         assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
     assert_whole(run, STEPS, GROUPS, SAMPLES)
-    assert _resumed(run) >= 2 * 3
+    assert _resumed(run) >= 2 * 2
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     report = trained_again(tmp_path)
     assert report["batches_equal"] == report["batches"] == STEPS
