@@ -335,11 +335,13 @@ class WeightPublisher:
         version, others = weights.policy_version, self._others
 
         async def write(content: Content) -> bool:
+            blobs = set[BlobRef]()
             try:
-                blob = await self._store.put(content, self._incarnation, version, "snapshot")
+                blobs.add(blob := await self._store.put(content, self._incarnation, version, "snapshot"))
                 rest = await others.written() if others else ()
             except BusError as error:  # deltas lead on from the one before; a later version has the next
                 log.warning("snapshot_not_published", policy_version=version, reason=str(error))
+                self._stored |= blobs
                 return False
             async with self._one:
                 self._stored.add(blob)

@@ -72,6 +72,12 @@ class _Writing(NamedTuple):
     content: HeldContent
     blob: Future[BlobRef]
 
+    @property
+    def stored(self) -> set[BlobRef]:
+        """Return the snapshot, if it is written."""
+        is_there = self.blob.done() and not self.blob.cancelled() and self.blob.exception() is None
+        return {self.blob.result()} if is_there else set()
+
 
 def answer_group(timeout_s: float) -> dist.ProcessGroup | None:
     """Return a group for answers; None in a world of one. Every rank calls this at the same moment."""
@@ -171,6 +177,7 @@ class OwnTensors:
         """Begin to store the announced version whole, beside what comes next."""
         if self._writing is not None:
             self._writing.content.end()
+            self._stored |= self._writing.stored  # nobody announces it any more
         content = HeldContent(Weights(policy_version, self._versions[policy_version], {}), self._bytes_per_s)
         self._writing = _Writing(content, self._begun(lambda store: store.put(content, *tokens)))
 
@@ -188,8 +195,8 @@ class OwnTensors:
 
     def retire(self, needed: set[BlobRef]) -> None:
         """Remove all that this rank stored but what is needed, and a snapshot that is not announced yet."""
-        if self._writing is not None and self.written() in needed:
-            self._stored.add(self._writing.blob.result())
+        if self._writing is not None and self._writing.stored & needed:
+            self._stored |= self._writing.stored
             self._writing = None
         for blob in self._stored - needed:
             try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from actors.weights.received import Receiver
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.errors import WorldError
+from bus.errors import BusError, WorldError
 from bus.messages import BlobRef, PolicyManifest
 from bus.server.nats_server import NatsServer
 from learner.backends.contract.backend import NO_TENSORS, Exported, ExportedPiece
@@ -115,6 +115,15 @@ class Told(NamedTuple):
     needed: set[str]
 
 
+class FullStore(KilledStore):
+    """Has no room for one snapshot beside deltas."""
+
+    async def put(self, content: object, *tokens: object) -> BlobRef:
+        if tokens[1:] == (LOST_AT, "snapshot"):
+            raise BusError("no space left on this rank's device")
+        return await self._store.put(content, *tokens)
+
+
 def publish(url: str, directory: Path, lost: int | None = None) -> Told | None:
     return asyncio.run(_publish(url, directory, lost))
 
@@ -129,7 +138,8 @@ async def _publish(url: str, directory: Path, lost: int | None) -> Told | None:
         store = rank.store = blob_store(bus, HttpTransport(), directory / "weights", number)
         assert isinstance(store, HttpBlobs)
         if number > 0:
-            async with rank.publishing_to(KilledStore(store) if number == lost else store):
+            kind = KilledStore if number == lost else FullStore
+            async with rank.publishing_to(kind(store) if number in (lost, 2) else store):
                 await world.follow()
             return None
         others = rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish))
