@@ -79,6 +79,8 @@ class EssBrake:
         )
 
 
+STEPS_AT_FIRST = 2
+"""Steps ahead to begin with: one that is rolled out while a step is trained, and one for long rollouts."""
 STEPS = 8
 """Steps that are looked at before fewer groups are issued, at first."""
 MOST_STEPS = 64
@@ -94,10 +96,12 @@ class GroupsAhead:
     generation, its lengths and their spread."""
 
     def __init__(self, config: AdmissionConfig) -> None:
-        """Begin with all that the staleness bound allows, as after every start of storage."""
+        """Begin with all that the bound allows, or at most `STEPS_AT_FIRST` where the number follows need, as
+        after every start of storage."""
         self._follows_need = config.ahead == "need"
         self._most = config.max_staleness * config.groups_per_step
-        self.groups = self._most
+        first = STEPS_AT_FIRST * config.groups_per_step if self._follows_need else self._most
+        self.groups = min(self._most, first)
         self._groups_per_step = config.groups_per_step
         self._steps = STEPS
         self._settling = 0

@@ -40,7 +40,7 @@ RATIOS = (0.5, 0.9, 1.0, 1.2, 2.0)
 WAYS: tuple[tuple[Ahead, int], ...] = (("bound", 4), ("need", 4), ("need", 12))
 """Ways of issuing groups, and bounds on staleness."""
 SETTLING = 60
-"""Steps that do not count: admission begins with all that the bound allows."""
+"""Steps that do not count, in which admission finds how much is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import random
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from pydantic import ValidationError
@@ -20,10 +21,10 @@ from tests.storage.serving import manifest
 def test_fewer_are_issued_while_some_are_left_over_and_more_when_a_step_lacks_some():
     ahead = GroupsAhead(AdmissionConfig(groups_per_step=10, max_staleness=4, ahead="need"))
     for _ in range(STEPS):
-        assert ahead.groups == 40  # all that the bound allows
-        ahead.step_done(30)
+        assert ahead.groups == 20  # two steps at first
+        ahead.step_done(10)
     assert ahead.groups == 10
-    for _ in range(5 + STEPS):  # the first train on what was issued before
+    for _ in range(3 + STEPS):  # the first train on what was issued before
         ahead.step_done(0)
     assert ahead.groups == 10
     ahead.step_done(-4)
@@ -42,20 +43,20 @@ def test_steps_lack_a_hundredth_of_their_groups_so_that_data_is_fresher():
     ahead = GroupsAhead(AdmissionConfig(groups_per_step=100, max_staleness=4, ahead="need"))
     for left_over in (20, 25, *[90] * (STEPS - 2)):
         ahead.step_done(left_over)
-    assert ahead.groups == 400 - 26  # 6 groups and 1 of the 800
+    assert ahead.groups == 200 - 26  # 6 groups and 1 of the 800
 
 
 def test_groups_that_wait_for_an_actor_are_spare_and_more_of_them_help_no_step():
     ahead = GroupsAhead(AdmissionConfig(groups_per_step=10, max_staleness=4, ahead="need"))
     for _ in range(STEPS):
-        assert ahead.groups == 40
+        assert ahead.groups == 20
         ahead.step_done(-10, waiting=15)
-    assert ahead.groups == 25
+    assert ahead.groups == 5
     for _ in range(9):
         ahead.step_done(-10, waiting=1)
-    assert ahead.groups == 25
+    assert ahead.groups == 5
     ahead.step_done(-10)
-    assert ahead.groups == 35
+    assert ahead.groups == 15
 
 
 def test_all_that_the_bound_allows_is_issued_where_that_is_asked_for():
@@ -95,7 +96,7 @@ def test_a_version_that_is_announced_again_in_mid_step_is_no_step():
         for version in range(1, STEPS):
             assert admission.on_policy(manifest(version))
             assert admission.on_policy(replace(manifest(version), snapshot_version=0))
-        assert admission.ahead.groups == 4
+        assert admission.ahead.groups == 2
         admission.on_policy(manifest(STEPS))
         assert admission.ahead.groups == 0
 
@@ -108,6 +109,12 @@ def test_data_is_as_old_as_generation_takes_and_the_learner_does_not_wait():
     found = simulated(replace(SMALL, ratio=2.0)).figures()
     assert found["staleness_mean"] < 2.5  # all that the bound allows would make it 12
     assert found["learner_idle"] < 0.02
+
+
+def test_data_is_fresh_from_the_first_steps_on_and_the_learner_does_not_wait_for_that():
+    run = simulated(Load(ratio=2.0, max_staleness=12, steps=30))
+    assert fmean(map(fmean, run.staleness)) < 2.5
+    assert sum(run.idle_s[1:]) < 0.02 * (run.now - run.began_s[1])
 
 
 def test_no_more_is_issued_than_fills_the_actors_where_generation_is_the_slower_side():
