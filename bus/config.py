@@ -10,6 +10,9 @@ URL_VARIABLE = "SLUICE_BUS"
 """Environment variable with the URL of the bus for a process without --bus; others do not see it."""
 LOG_FORMAT_VARIABLE = "SLUICE_LOG_FORMAT"
 """Environment variable with the format of the log, `text` or `json`."""
+LEAST_TEMPERATURE = 0.01
+"""Smallest temperature that is trained: gradients grow with 1 / temperature, and below 1e-6 SGLang takes the
+likeliest token and reports log-probs at 1."""
 MOST_KEPT = 1024
 """Most tokens of a kept set (`bus.kept_sets`), which bounds what it takes on the wire and in the learner's
 memory: 4 bytes a token that is kept."""

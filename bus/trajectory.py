@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bus.agent_rewards import AgentReward
 from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
+from bus.config import LEAST_TEMPERATURE
 from bus.errors import SchemaError
 from bus.images import ChangeImages, PlacedImage, check_all_given, check_images, given_everywhere, given_once
 from bus.kept_sets import KeptSets, check_kept_sets
@@ -76,7 +77,7 @@ class Turn(NamedTuple):
     def is_greedy(self) -> bool:
         """Tell whether the tokens were chosen, not drawn: their log-probs are not those of the sampling
         policy."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
 
 class Parent(NamedTuple):

@@ -25,6 +25,7 @@ from actors.gateway.tool_hooks import ToolHook, passed
 from actors.policy.messages import Completion, MessagesError, ToolCall
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig, Pin
+from bus.config import LEAST_TEMPERATURE
 from bus.errors import ContextFullError, EngineError, HandBackError, RequestRefusedError, SluiceError
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.log_throttle import LogThrottle
@@ -405,9 +406,11 @@ def pinned(
     tokens = int(asked.get("max_new_tokens", held))
     if tokens > held:
         lost["max_new_tokens"] = (tokens, held)
+    temperature = float(given["temperature"])
     sampling = replace(
         own,
-        temperature=float(given["temperature"]),
+        # Logits that are divided by next to nothing are not finite.
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=float(given["top_p"]),
         top_k=int(given["top_k"]),
         max_new_tokens=min(tokens, held),

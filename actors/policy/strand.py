@@ -10,7 +10,7 @@ import numpy as np
 from actors.engines.base import Generation, Sampling
 from actors.episodes.episode import AgentTrajectory, Fork
 from actors.policy.conversation import Conversation
-from actors.settings.actors import LEAST_TEMPERATURE
+from bus.config import LEAST_TEMPERATURE
 from bus.errors import EngineError
 from bus.images import PlacedImage
 from bus.kept_sets import KeptSets

@@ -18,16 +18,11 @@ from actors.settings.opponents import OpponentConfig, refuse_misnamed
 from actors.settings.panel import DebateConfig, PanelConfig
 from actors.settings.rewards import RewardConfig, UnfinishedConfig
 from actors.settings.tool_chat import ToolsConfig
-from bus.config import MOST_KEPT, Config
+from bus.config import LEAST_TEMPERATURE, MOST_KEPT, Config
 from storage.settings.weights_transport import PeerConfig
 
 REST_S = 90.0
 """Longest time to pause, continue and end a SGLang server, besides starting it or loading weights."""
-
-
-LEAST_TEMPERATURE = 0.01
-"""Smallest temperature that is trained: gradients grow with 1 / temperature, and below 1e-6 SGLang takes the
-likeliest token and reports log-probs at 1."""
 
 
 class SamplingConfig(Config):

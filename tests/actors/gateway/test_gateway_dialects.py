@@ -515,6 +515,7 @@ def test_pins_hold_and_what_they_changed_is_told():
     assert lost == {"temperature": (0.2, 1.0), "max_new_tokens": (64_000, 10)}
     free, lost = pinned(own, {**asked, "max_new_tokens": 4}, ("top_p",))
     assert (free.temperature, free.max_new_tokens, lost) == (0.2, 4, {})
+    assert [pinned(own, {"temperature": t}, ())[0].temperature for t in (1e-40, 0.01)] == [0, 0.01]
 
 
 def test_hook_lets_pass_changes_and_denies_calls():

@@ -136,6 +136,7 @@ NAN4 = np.full(8, np.nan, "<f4").tobytes()
         ({"turns": [[4, 8, "stop", float("inf")]]}, "sampled at temperature inf"),
         ({"turns": [[4, 8, "stop", float("nan")]]}, "sampled at temperature nan"),
         ({"turns": [[4, 8, "stop", 0.0]]}, "tokens of a greedy turn"),
+        ({"turns": [[4, 8, "stop", 0.009]]}, "tokens of a greedy turn"),
         ({"turns": [[4, 8, "stop", 1.0, 0.0]]}, "top_p 0.0"),
         ({"turns": [[4, 8, "stop", 1.0, 1.0, -1]]}, "top_k -1"),
         ({"turns": [[4, 8, "stop", 1.0, 1.0, 0, float("nan")]]}, "the reward of a turn is nan"),

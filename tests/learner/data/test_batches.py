@@ -293,10 +293,11 @@ def test_sampled_tokens_that_are_not_trained_are_marked():
     trajectory = make_trajectory(0, 0, group_size=1, tokens=8)
     mask = np.arange(8) >= 6
     both = replace(
-        trajectory, loss_mask=mask, turns=(Turn(2, 4, "stop", temperature=0.0), Turn(6, 8, "stop"))
+        trajectory, loss_mask=mask, turns=(Turn(2, 4, "stop", temperature=1e-40), Turn(6, 8, "stop"))
     )
     alone = replace(trajectory, loss_mask=mask, turns=(Turn(6, 8, "stop"),))
     [found], [plain] = (batch_of([[one]]).samples for one in (both, alone))
+    assert found.streams["temperatures"] == 1, "a quotient by that of the greedy turn would not be finite"
     assert found.streams["sampled_untrained"].tolist() == [False] * 2 + [True] * 2 + [False] * 4
     assert "sampled_untrained" not in plain.streams
     [micro_batch] = pack([plain, found], 100)
