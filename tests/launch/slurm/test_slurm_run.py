@@ -75,7 +75,8 @@ class Run:
 
     def serves(self, actor: str) -> bool:
         """Return whether an actor's job has said that its engine has started."""
-        return "answers_end_with" in (self.path / "slurm" / f"actors-{actor}.out").read_text()
+        said = self.path / "slurm" / f"actors-{actor}.out"
+        return said.exists() and "answers_end_with" in said.read_text()
 
 
 @pytest.fixture
