@@ -39,6 +39,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.config.plugin import NO_HOOK, Choice, HookConfig
 from learner.config.publication import PublicationConfig
+from storage.settings.weights_transport import LearnerServer
 
 
 class CheckpointConfig(Config):
@@ -268,6 +269,12 @@ class LearnerConfig(Config):
             teachers=self.used_teachers,
         )
         refuse_mtp(self.mtp, backend=self.backend, lora=self.lora, parallel=self.parallel, batch=self.batch)
+        return self
+
+    @model_validator(mode="after")
+    def _each_rank_has_a_port(self) -> Self:
+        if isinstance(self.publication.transport, LearnerServer):
+            self.publication.transport.of_rank(self.world.processes * self.world.nodes - 1)
         return self
 
     @model_validator(mode="after")

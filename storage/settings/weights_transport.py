@@ -1,14 +1,14 @@
 """Settings of the transport of published weights to the actors. Loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field
 
 from bus.config import Config
 from bus.errors import ConfigError
 
+LARGEST_PORT = 65535
 SHARE = 4
 """One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
 
@@ -74,7 +74,7 @@ class ServerConfig(Config):
 
     host: str = ""
     """Address to listen at. Without one it is the address that this host has towards the bus."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(0, ge=0, le=LARGEST_PORT)
     """Port to listen at; 0 takes any that is free."""
     advertise: str | None = Field(None, pattern=r"^https?://.+[^/]$")
     """URL by which others reach it, as http://host:port. Without it they use this host's address towards the
@@ -90,6 +90,26 @@ class LearnerServer(ServerConfig):
     serve_from: Path | None = None
     """Directory of the files that the learner serves; without it they are in the run's directory."""
 
+    def of_rank(self, rank: int) -> Self:
+        """Return the settings of a rank's server. Raises `ConfigError` where its port cannot be."""
+        if not rank:
+            return self
+        port, url = self.port and self.port + rank, self.advertise
+        if port > LARGEST_PORT:
+            raise ConfigError(
+                f"learner.publication.transport.port={self.port}: rank N of the learner listens at it + N, "
+                f"which is {port} for the last one: set a lower port, or 0 for any that is free"
+            )
+        if url is not None:
+            begin, _, end = url.rpartition(":")
+            if not end.isdecimal() or int(end) + rank > LARGEST_PORT:
+                raise ConfigError(
+                    f"learner.publication.transport.advertise={url}: rank N of the learner is reached at its "
+                    f"port + N: end it with the port of rank 0, such that the last is at most {LARGEST_PORT}"
+                )
+            url = f"{begin}:{int(end) + rank}"
+        return self.model_copy(update={"port": port, "advertise": url})
+
 
 class HttpTransport(LearnerServer, Transport):
     """The learner serves files, in ranges, to actors, which pass parts on to each other."""
@@ -100,21 +120,6 @@ class HttpTransport(LearnerServer, Transport):
     schemes: ClassVar[tuple[str, ...]] = ("http", "https")
     shared: ClassVar[bool] = True
     served_by_learner: ClassVar[bool] = True
-
-    def of_rank(self, rank: int) -> "HttpTransport":
-        """Return the settings of a rank's server. Raises `ConfigError` where `advertise` names no port."""
-        if not rank:
-            return self
-        url = self.advertise
-        if url is not None:
-            port = urlsplit(url).port
-            if port is None or not url.endswith(f":{port}"):
-                raise ConfigError(
-                    f"learner.publication.transport.advertise={url}: rank N of the learner is reached at its "
-                    "port + N: end it with the port of rank 0"
-                )
-            url = f"{url.removesuffix(f':{port}')}:{port + rank}"
-        return self.model_copy(update={"port": self.port and self.port + rank, "advertise": url})
 
 
 class AutoTransport(LearnerServer, Transport):

@@ -10,12 +10,16 @@ import aiohttp.web
 import numpy as np
 import pytest
 import xxhash
+from pydantic import ValidationError
 
 from bus.codec import decode, encode
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.server.nats_server import free_port
 from bus.topology import MIB
+from learner.config.learner import LearnerConfig
+from learner.config.parallel import WorldConfig
+from learner.config.publication import PublicationConfig
 from storage.settings.weights_transport import (
     TRANSPORTS,
     AutoTransport,
@@ -273,8 +277,23 @@ def test_a_rank_has_a_port_of_its_own():
     assert (given.of_rank(0), given.of_rank(3).port) == (given, 7003)
     assert given.of_rank(3).advertise == "https://head:446"
     assert HttpTransport().of_rank(3) == HttpTransport()
-    with pytest.raises(ConfigError, match=r"advertise=https://head: .*end it with the port"):
-        HttpTransport(advertise="https://head").of_rank(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"advertise": "https://head"}, "advertise=https://head: .*end it with the port"),
+        ({"advertise": "https://head:no"}, "advertise=https://head:no: .*end it with the port"),
+        ({"advertise": "https://head:65530"}, "advertise=https://head:65530: .*at most 65535"),
+        ({"port": 65530}, "port=65530: .* 65537 for the last one"),
+    ],
+)
+def test_a_port_that_the_last_rank_cannot_have_is_refused_before_anything_starts(given, named):
+    for transport in (HttpTransport(**given), AutoTransport(**given)):
+        publication = PublicationConfig(transport=transport)
+        LearnerConfig(publication=publication)
+        with pytest.raises(ValidationError, match=named):
+            LearnerConfig(publication=publication, world=WorldConfig(processes=4, nodes=2))
 
 
 async def test_auto_takes_the_bus_up_to_a_fourth_of_the_stream_and_http_beyond(bus):
