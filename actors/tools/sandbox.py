@@ -278,10 +278,11 @@ class SandboxState:
 
     def _told(self, ran: CommandResult) -> ToolResult:
         """Return what a command wrote, and what the model should know about its end."""
+        limits = self.sandbox.limits
         note = {
             "exited": f"[status {ran.status}]" if ran.status else "",
             "time": f"[stopped after {self._config.command_s:g} s]",
-            "memory": f"[all programs were stopped: they took more than {self._config.memory_mb} MiB]",
+            "memory": f"[all programs were stopped: they took more than {limits.memory_mb} MiB]",
             "output": "[stopped: it wrote too much]",
         }[ran.end]
         parts = (decoded(ran.stdout), decoded(ran.stderr), note)

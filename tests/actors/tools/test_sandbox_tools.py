@@ -1,6 +1,7 @@
 """A shell, files and a Python session in the sandbox of an episode."""
 
 import asyncio
+import sys
 
 import pytest
 from structlog.testing import capture_logs
@@ -215,6 +216,18 @@ async def test_a_prompt_that_names_a_profile_has_its_limits_also_where_it_is_jud
         finally:
             await episode.close()
     await tools["shell"].close()
+
+
+async def test_a_program_that_takes_more_than_its_profile_allows_is_told_what_that_is():
+    tools = build_tools([SandboxToolConfig(profiles={"small": {"memory_mb": 128}})])
+    hoard = f"{sys.executable} -c 'x = bytearray(80 << 20); import time; time.sleep(60)'"
+    episode = EpisodeTools(Task(task_id="t", prompt="x", metadata={"sandbox_profile": "small"}))
+    try:
+        told = await episode.call(tools["shell"], {"command": f"{hoard} & {hoard}"})
+        assert told.text == "[all programs were stopped: they took more than 128 MiB]"
+    finally:
+        await episode.close()
+        await tools["shell"].close()
 
 
 def test_a_start_refuses_profiles_that_there_are_not_or_that_no_sandbox_can_have():
