@@ -42,19 +42,21 @@ done
 join storage storage
 "${words[@]}" --config "$directory/$run/slurm/settings.toml" &
 storage=$!
-join learner learner
-srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "$on_node" learner "${words[@]}" \
-  --master "$(hostname):$((bus_port + 1))" &
-learner=$!
-echo "$bus" > "$directory/$run/slurm/bus.new"
-mv "$directory/$run/slurm/bus.new" "$directory/$run/slurm/bus"
-
 status=0
-wait -n $learner $storage $bus_process || status=$?  # without one of them the others would only wait
-while [[ -n $again$ended ]] && kill -0 $learner 2> /dev/null; do
-  status=0
-  wait $learner || status=$?
-done
+if [[ -z $again$ended ]]; then  # else it would never be told
+  join learner learner
+  srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "$on_node" learner "${words[@]}" \
+    --master "$(hostname):$((bus_port + 1))" &
+  learner=$!
+  echo "$bus" > "$directory/$run/slurm/bus.new"
+  mv "$directory/$run/slurm/bus.new" "$directory/$run/slurm/bus"
+
+  wait -n $learner $storage $bus_process || status=$?  # without one of them the others would only wait
+  while [[ -n $again$ended ]] && kill -0 $learner 2> /dev/null; do
+    status=0
+    wait $learner || status=$?
+  done
+fi
 for process in $storage $bus_process; do
   kill -TERM $process 2> /dev/null || true
   wait $process || true

@@ -160,6 +160,8 @@ while not {"learner", "--actors.engine.node-rank"}.isdisjoint(sys.argv) and not 
 with open("record", "a") as record:
     print(os.getpid(), *sys.argv[1:], sep="\\t", file=record)
 if sys.argv[1] == "bus":
+    if "EARLY" in os.environ:
+        os.kill(os.getppid(), signal.SIGUSR2)
     listening = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
 if sys.argv[1] == "runs":
     print(os.environ["SHOWN"])
@@ -269,6 +271,13 @@ def test_a_signal_ends_the_learner_and_the_job_which_requeues_itself_before_the_
     assert running.process.wait(60) == 0
     assert (here / "drained").read_text() == "learner storage bus "
     assert (here / "then").read_text() == then
+
+
+def test_a_job_that_is_ended_before_its_learner_begins_starts_none(here: Path, job: Callable[..., Job]):
+    running = job("run.sh", EARLY="yes")
+    assert running.process.wait(60) == 0
+    assert "bus" in (here / "drained").read_text()
+    assert "learner" not in [words[1] for words in running.started()]
 
 
 def test_an_actor_follows_the_bus_and_ends_with_the_job_of_the_learner(here: Path, job: Callable[..., Job]):
