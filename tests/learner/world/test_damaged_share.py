@@ -55,7 +55,8 @@ async def _learn(url: str, directory: Path) -> int:
             rank = Rank(backend, settings, reader=reader, demonstrations=None, thread=thread)
             world = World(Channel(stop), rank, settings)
             if dist.get_rank() > 0:
-                await world.follow()
+                async with rank.publishing_to(BusBlobs(bus, dist.get_rank())):
+                    await world.follow()
                 return 1
             progress = Progress(stage="rl")
             learner = Learner(
