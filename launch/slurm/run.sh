@@ -40,8 +40,16 @@ until (: < "/dev/tcp/localhost/$bus_port") 2> /dev/null; do
   sleep 1
 done
 join storage storage
+begun="$directory/$run/slurm/begun"
+: > "$begun"
 "${words[@]}" --config "$directory/$run/slurm/settings.toml" &
 storage=$!
+# Storage writes the run's settings when it announces them. A learner that came before would join by those that
+# the bus kept, which `launch slurm` may have changed since.
+until [[ -n $again$ended || "$directory/$run/config.json" -nt $begun ]]; do
+  kill -0 $storage 2> /dev/null || break  # the learner is waited for together with it, below
+  sleep 1
+done
 status=0
 if [[ -z $again$ended ]]; then  # else it would never be told
   join learner learner

@@ -150,7 +150,7 @@ def test_a_submission_is_refused_with_what_the_cluster_says(
 
 
 LAUNCH = """\
-import os, re, signal, socket, sys
+import os, re, signal, socket, sys, time
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 def shell_traps():
     caught = re.search(r"SigCgt:\\s*(\\w+)", open(f"/proc/{os.getppid()}/status").read())
@@ -163,6 +163,10 @@ if sys.argv[1] == "bus":
     if "EARLY" in os.environ:
         os.kill(os.getppid(), signal.SIGUSR2)
     listening = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
+if sys.argv[1] == "storage":
+    time.sleep(0.5)  # it opens its prompts meanwhile, and the bus has the settings of an earlier start
+    assert "\\tlearner\\t" not in open("record").read()
+    open("my runs/mine/config.json", "w").write("{}")
 if sys.argv[1] == "runs":
     print(os.environ["SHOWN"])
 elif sys.argv[1] == "learner" and "STATUS" in os.environ:
@@ -225,6 +229,7 @@ class Job:
 def job(here: Path, programs: Callable[..., None]) -> Iterator[Callable[..., Job]]:
     """Return a function that runs a written script; what is left of it is killed."""
     write("--slurm.look-s", "1")
+    (here / "my runs" / "mine" / "config.json").write_text("{}")  # of an earlier start
     programs(
         sleep="exec /bin/sleep 0.05", srun=SRUN, scancel=SCANCEL, squeue="cat jobs",
         scontrol='echo scontrol "$@" > then',
