@@ -158,10 +158,7 @@ def plan(  # noqa: PLR0913 - each is a flag
     limit = resolved.sampling.max_new_tokens
     asked = Question(kind, gpus, prompt_tokens, min(limit, answer_tokens or max(1, limit // 2)))
     found = planned(resolved, run_hf_config(resolved), asked)
-    if as_json:
-        print(json.dumps(plan_json(found)))  # noqa: T201 - the user's terminal
-    else:
-        print("\n".join(plan_lines(found, asked)))  # noqa: T201 - the user's terminal
+    print(json.dumps(plan_json(found)) if as_json else "\n".join(plan_lines(found, asked)))  # noqa: T201
     raise SystemExit(0 if found.fits else 1)
 
 

@@ -36,7 +36,7 @@ from learner.publication.snapshot_writer import SnapshotWriter
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
 from storage.disk.atomic_files import Content
 from storage.model_files.packed_files import bundle, with_config, with_dtype, with_quantisation
-from storage.weights.blob_stores import BlobStore, on_bus
+from storage.weights.blob_stores import BlobStore, delete_blobs, on_bus
 from storage.weights.deltas import Delta, joined_delta
 from storage.weights.quantisation import quantisation_config
 from storage.weights.tensors import Weights, own, snapshot_content
@@ -494,13 +494,7 @@ class WeightPublisher:
         needed = {blob for manifest in self._held.values() for blob in blobs_of(manifest)}
         if self._others is not None:
             await self._others.retire(needed - self._stored)
-        for blob in self._stored - needed:
-            try:
-                await self._store.delete(blob)
-            except (BusError, OSError) as error:  # it is tried again with the next version
-                log.warning("old_weights_not_deleted", blob=blob.subject, reason=str(error))
-            else:
-                self._stored.discard(blob)
+        self._stored -= await delete_blobs(self._store, self._stored - needed)
 
     def _on_wanted(self, wanted: SnapshotWanted) -> None:
         if wanted.incarnation in ("", self._incarnation):

@@ -11,11 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-import structlog
 import torch
 import torch.distributed as dist
 
@@ -25,11 +23,10 @@ from learner.publication.host_copy import Copied, HostCopy
 from learner.publication.snapshot_writer import HeldContent
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
 from storage.disk.atomic_files import Content, Data
-from storage.weights.blob_stores import BlobStore
+from storage.weights.blob_stores import BlobStore, delete_blobs
 from storage.weights.deltas import EncodedTensors
 from storage.weights.tensors import HostTensor, RemoteTensor, Weights, Words, snapshot_content
 
-log = structlog.get_logger()
 T = TypeVar("T")
 POLL_S = 0.25
 """Seconds between two questions whether all ranks have written their snapshots."""
@@ -198,13 +195,8 @@ class OwnTensors:
         if self._writing is not None and self._writing.stored & needed:
             self._stored |= self._writing.stored
             self._writing = None
-        for blob in self._stored - needed:
-            try:
-                self._begun(methodcaller("delete", blob)).result()
-            except (BusError, OSError) as error:  # it is tried again with the next version
-                log.warning("old_weights_not_deleted", blob=blob.subject, reason=str(error))
-            else:
-                self._stored.discard(blob)
+        old = self._stored - needed
+        self._stored -= self._begun(lambda store: delete_blobs(store, old)).result()
 
     def hold(self, version: int, more: int) -> None:
         """Keep a copy of the version, for so many more."""

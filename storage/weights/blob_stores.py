@@ -137,6 +137,19 @@ def http_blobs(bus: Bus, config: HttpTransport, directory: Path, rank: int) -> B
     return HttpBlobs(bus, of_rank(config.serve_from or directory, rank), config.of_rank(rank))
 
 
+async def delete_blobs(store: BlobStore, blobs: Iterable[BlobRef]) -> set[BlobRef]:
+    """Delete blobs of old weights; return those that are gone. Whoever asks tries the others again later."""
+    gone = set[BlobRef]()
+    for blob in blobs:
+        try:
+            await store.delete(blob)
+        except (BusError, OSError) as error:
+            log.warning("old_weights_not_deleted", blob=blob.subject, reason=str(error))
+        else:
+            gone.add(blob)
+    return gone
+
+
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:
     """Return whether every chunk of `refs` is on the run's streams, by one look at the subjects of each. It
     waits while the bus is away."""
