@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
 
 from actors.engines.dynamic_angles import refuse_dynamic_angles
 from bus.errors import ConfigError
@@ -12,7 +11,7 @@ from launch.model_files.hub_revision import pinned
 from launch.settings.run_config import RunConfig
 from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
-from storage.model_files.model_reading import lack_of_model
+from storage.model_files.model_reading import lack_of_model, raw_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -115,7 +114,7 @@ def refuse_other_angles(config: RunConfig) -> None:
     serves = not config.actors.engine.in_process or config.actors.evaluation.has_own_servers
     if config.model.path is not None and serves:
         model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-        refuse_dynamic_angles(config.model.path, described(model))
+        refuse_dynamic_angles(config.model.path, raw_config(model))
 
 
 def refuse_headless_model(config: RunConfig) -> None:
@@ -129,7 +128,7 @@ def refuse_headless_model(config: RunConfig) -> None:
         refuse_headless(mtp, Heads.of({"model_type": "qwen3"}, None))  # the scratch model
         return
     model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-    found = described(model)
+    found = raw_config(model)
     if not found.get("model_type"):
         return
     refuse_headless(mtp, Heads.of(found, None))
@@ -140,19 +139,9 @@ def refuse_headless_model(config: RunConfig) -> None:
     refuse_headless(mtp, Heads.of(found, names))
 
 
-def described(model: Path) -> dict[str, Any]:
-    """Return what a model directory's config.json says; nothing if it is not here or not JSON, of which
-    whoever loads the model says what is wrong."""
-    try:
-        found = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _context_of(model: Path) -> int | None:
     """Return the context that a model directory's config.json names, if it is here and names one."""
-    found = described(model)
+    found = raw_config(model)
     text = found.get("text_config")
     context = (text if isinstance(text, dict) else found).get("max_position_embeddings")
     return context if isinstance(context, int) else None

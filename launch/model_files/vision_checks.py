@@ -4,10 +4,11 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
-from launch.model_files.model_directory import described, model_on_disk
+from launch.model_files.model_directory import model_on_disk
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.model_files.families import family_named
+from storage.model_files.model_reading import raw_config
 
 
 def refuse_unfit_vision(config: RunConfig) -> None:
@@ -42,7 +43,7 @@ def counts_images(config: RunConfig) -> bool:
     model on another host is not seen from here: it may see some."""
     if config.learner.batch.balance != "flops":
         return False
-    unseen = config.model.path is not None and not described(_directory(config, config.model.path))
+    unseen = config.model.path is not None and not raw_config(_directory(config, config.model.path))
     return unseen or _vision_model(config) is not None
 
 
@@ -55,5 +56,5 @@ def _vision_model(config: RunConfig) -> tuple[str, str] | None:
     if config.model.path is None:
         named = "the scratch model with model.scratch.vision.layers"
         return (named, "qwen3_vl") if config.model.scratch.vision.layers else None
-    model_type = described(_directory(config, config.model.path)).get("model_type")
+    model_type = raw_config(_directory(config, config.model.path)).get("model_type")
     return (str(config.model.path), str(model_type)) if family_named(model_type).sees_images else None

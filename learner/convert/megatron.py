@@ -40,12 +40,11 @@ from learner.model_directories.model_directory import (
     STORED_DTYPES,
     HFWeights,
     copy_tokenizer,
-    raw_config,
     tokenizer_directory,
 )
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
 from storage.model_files.families import family_named
-from storage.model_files.model_reading import AGAIN, refusing
+from storage.model_files.model_reading import AGAIN, raw_config, refusing
 from storage.weights.fp8 import Blocks
 
 

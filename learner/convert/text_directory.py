@@ -10,10 +10,10 @@ from learner.model_directories.model_directory import (
     TOKENIZER_FILES,
     HFWeights,
     load_hf_config,
-    raw_config,
     save_weights,
 )
 from learner.model_directories.text_model import refuse_other_tensors, text_weights
+from storage.model_files.model_reading import raw_config
 
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

@@ -15,14 +15,14 @@ from learner.config.process_settings import LearnerSettings
 from learner.data.demonstrations import Demonstrations
 from learner.initial.scratch_model import ensure_model_directory
 from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State, joined_weights
-from learner.model_directories.model_directory import load_tokenizer, raw_config, refuse_other_vocabulary
+from learner.model_directories.model_directory import load_tokenizer, refuse_other_vocabulary
 from learner.publication.whole_model import WholeModel
 from storage.built_in_tasks.generators import load_demonstrations
 from storage.chats.stop_tokens import answer_end
 from storage.disk.atomic_files import one_at_a_time
 from storage.images.chat import ImageChat
 from storage.images.reader import ImageReader
-from storage.model_files.model_reading import refuse_no_template
+from storage.model_files.model_reading import raw_config, refuse_no_template
 from storage.prompt_files.pairs import load_pairs
 
 OUTPUT = "lm_head.weight"

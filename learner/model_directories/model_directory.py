@@ -17,7 +17,7 @@ from bus.process.work_progress import tracked
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.model_files.families import family_named
-from storage.model_files.model_reading import AGAIN, read_config, read_tokenizer, refusing
+from storage.model_files.model_reading import AGAIN, raw_config, read_config, read_tokenizer, refusing
 from storage.model_files.output_head import has_other_head
 from storage.model_files.text_model import text_alone
 
@@ -117,15 +117,6 @@ def load_whole_config(path: Path) -> PretrainedConfig:
     if has_other_head(path):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     return config
-
-
-def raw_config(directory: Path) -> dict[str, Any]:
-    """Return what `config.json` says; nothing where it is missing or unreadable, which others tell."""
-    try:
-        found = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -33,7 +33,7 @@ from learner.logprobs.logprobs import recorded_logprobs
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.metrics.profiler import Profiler, RankProfile
 from learner.model_directories.dtypes import published_dtype
-from learner.model_directories.model_directory import raw_config, stream_hf_directory
+from learner.model_directories.model_directory import stream_hf_directory
 from learner.progress.failed_step import FailedStep
 from learner.progress.progress import checkpoint_step, kept_steps
 from learner.publication.adapter_directory import SUBDIRECTORY, write_adapter
@@ -49,6 +49,7 @@ from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.disk.file_errors import naming
 from storage.images.reader import ImageReader
+from storage.model_files.model_reading import raw_config
 from storage.weights.blob_stores import BlobStore
 
 T = TypeVar("T")

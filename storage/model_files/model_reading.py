@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bus.errors import ConfigError, SluiceError
 from storage.model_files.families import refuse_older_transformers
@@ -40,6 +40,15 @@ _BOUNDS = {
 }
 """Smallest and largest values of sizes: far beyond those of any model, and small enough that a model of them
 can be laid out without memory."""
+
+
+def raw_config(directory: Path) -> dict[str, Any]:
+    """Return what `config.json` says; nothing where it is missing or unreadable, which others tell."""
+    try:
+        found = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager
