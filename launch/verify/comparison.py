@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from bus.codec import Json
 from bus.messages import group_name, trajectory_name
 from bus.topology import shard_of
-from launch.verify.evidence import Acknowledgement, ActorRecords, Evidence, Key, Sending, Stored, TrainedOn
+from launch.verify.evidence import (
+    Acknowledgement,
+    ActorRecords,
+    Evidence,
+    Key,
+    Sending,
+    Stored,
+    TrainedOn,
+    place_of,
+)
 from storage.account.records import Copy, DropReason
 from storage.ledger.ledger import DAMAGED
 
@@ -127,7 +136,7 @@ class _Missing:
         self._on_bus = on_bus
         self._went_with_bus = went_with_bus
         self._newest_stored = _newest_stored(evidence)
-        self._set_back = _SetBack(evidence.after)
+        self._set_back = _SetBack(evidence.after, evidence.shards)
         acknowledged = evidence.before.acknowledged.items()
         duplicates = {key_of(copy) for copy, answers in acknowledged if any(one.duplicate for one in answers)}
         self._sent_again = _sendings_of(evidence.after, duplicates)
@@ -178,19 +187,24 @@ class _SetBack:
     """Finds acknowledgements of a stream that was set back to an earlier state since: it gave their number,
     or a lower one, to a message that was sent later."""
 
-    def __init__(self, records: ActorRecords) -> None:
+    def __init__(self, records: ActorRecords, shards: int) -> None:
+        self._shards = shards
+        self._lowest: defaultdict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+        """By host and stream: when messages were sent, and the lowest number of those sent then or later;
+        descending."""
         answers = [one for many in records.acknowledged.values() for one in many if not one.duplicate]
-        self._lowest: dict[str, list[tuple[float, int]]] = {}
-        """By host: when messages were sent, and the lowest number of those sent then or later; descending."""
         for answer in sorted(answers, key=lambda one: one.sending.sent_s, reverse=True):
-            of_host = self._lowest.setdefault(answer.sending.host, [])
-            if not of_host or answer.sequence < of_host[-1][1]:
-                of_host.append((answer.sending.sent_s, answer.sequence))
+            lowest = self._lowest[self._stream_of(answer)]
+            if not lowest or answer.sequence < lowest[-1][1]:
+                lowest.append((answer.sending.sent_s, answer.sequence))
 
     def covers(self, answer: Acknowledgement) -> bool:
         """Tell whether the stream went back behind this message."""
-        later = self._lowest.get(answer.sending.host, [])
+        later = self._lowest[self._stream_of(answer)]
         return any(sent_s > answer.at_s and sequence <= answer.sequence for sent_s, sequence in later)
+
+    def _stream_of(self, answer: Acknowledgement) -> tuple[str, str]:
+        return answer.sending.host, place_of(answer, self._shards)[0]
 
 
 def _newest_stored(evidence: Evidence) -> Counter[int]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bus.errors import ConfigError, LostDataError, StorageError
+from bus.topology import shard_of, trajectories_stream
 from launch.run_view.run_files import recorded_config
 from learner.progress import lineage
 from storage.account.records import (
@@ -57,6 +58,11 @@ class Acknowledgement(NamedTuple):
     """Says whether the bus had a message of that name already."""
     at_s: float
     """By the monotonic clock of the host."""
+
+
+def place_of(answer: Acknowledgement, shards: int) -> tuple[str, int]:
+    """Return the stream that the message was stored on, and its number there."""
+    return trajectories_stream(shard_of(answer.sending.copy.lease_id, shards)), answer.sequence
 
 
 @dataclass

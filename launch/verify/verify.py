@@ -11,10 +11,9 @@ from nats.js.errors import NotFoundError
 from bus.codec import Json
 from bus.connection.bus import Bus
 from bus.errors import SluiceError
-from bus.topology import shard_of, trajectories_stream
 from launch.settings.run_config import RunConfig
 from launch.verify.comparison import BROKEN, VERDICTS, Verdicts, compare
-from launch.verify.evidence import Acknowledgement, Evidence, collect
+from launch.verify.evidence import Acknowledgement, Evidence, collect, place_of
 from storage.disk.run_directory import RunDirectory
 
 CONNECT_S = 1.5
@@ -41,14 +40,14 @@ class OnBus:
 
     def __call__(self, answer: Acknowledgement) -> bool | None:
         """Tell whether a message is there; None if the bus was not asked."""
-        return self._known.get(self._place(answer))
+        return self._known.get(place_of(answer, self._shards))
 
     async def ask(self, bus: Bus, answers: Sequence[Acknowledgement]) -> None:
         """Ask about the messages of these acknowledgements, until one question gets no answer."""
         if answers and bus.signatures is not None and bus.signatures.role != "operator":
             self.silence = f"the bus does not tell a key of {bus.signatures.role} what it holds: {REMEDY}"
             return
-        for stream, sequence in set(map(self._place, answers)):
+        for stream, sequence in {place_of(answer, self._shards) for answer in answers}:
             try:
                 await bus.js.get_msg(bus.topology.stream(stream), sequence)
             except NotFoundError:
@@ -59,11 +58,6 @@ class OnBus:
             else:
                 self._known[stream, sequence] = True
         self.silence = ""
-
-    def _place(self, answer: Acknowledgement) -> tuple[str, int]:
-        """Return the stream that the message was stored on, and its number there."""
-        shard = shard_of(answer.sending.copy.lease_id, self._shards)
-        return trajectories_stream(shard), answer.sequence
 
 
 async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Event) -> dict[str, Json]:

@@ -60,6 +60,7 @@ async def storage_process(server: NatsServer, bus: Bus, run: RunDirectory, *faul
     planted = {
         "PYTHONPATH": str(PLANTED), "SLUICE_PLANT": ",".join(faults),
         "SLUICE_PLANTED": str(run.path.parent / "struck"),
+        "SLUICE_PLANTED_LATE_S": "3600",  # the process is killed before, however slow this machine is
     }  # fmt: skip
     with (run.path.parent / "storage.log").open("ab") as output:
         process = await asyncio.create_subprocess_exec(

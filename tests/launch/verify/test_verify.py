@@ -367,6 +367,18 @@ async def test_a_stream_that_went_back_has_lost_what_came_after(run):
     assert await run.found() == {"lost_with_bus": {"g00000003.0", "g00000003.1"}}
 
 
+async def test_a_number_of_another_shards_stream_excuses_nothing(run):
+    recorded = json.loads(run.directory.config.read_text())
+    recorded["replay"]["shards"] = 2
+    run.directory.config.write_text(json.dumps(recorded))
+    ReplayStore.open(run.directory.replay(1)).close()
+    run.send(*group(3))  # messages 7 and 8 of the second shard's stream
+    run.sequence = 6
+    run.send(*group(4), *group(5))  # messages 7 and 8 of the first one's, and 9 and 10 of the second one's
+    run.store.append([*group(4), *group(5)])
+    assert await run.found() == {"lost": {"g00000003.0", "g00000003.1"}}
+
+
 async def test_an_actor_that_died_before_the_answer_is_explained(run):
     run.send(*group(3), acked=False)
     run.store.append(group(3))

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-LATE_S = 3.0
+LATE_S = float(os.environ.get("SLUICE_PLANTED_LATE_S", "3"))
 """Time between an early ack and the write."""
 EVERY = {"dropped": 50, "inverted": 10, "altered": 23, "swapped": 17}
 """Of so many trajectories one is struck; every 50th is 2 %."""
