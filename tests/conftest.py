@@ -40,7 +40,8 @@ IN_MEMORY_BYTES = 16 << 30
 would hold at their largest, and those of two runs may grow to 9 GiB."""
 if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > IN_MEMORY_BYTES:
     # Stores, ledgers and servers wait for their disk at every step: without, tests take a third less CPU.
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+    for name in ("PYTEST_DEBUG_TEMPROOT", "TMPDIR"):
+        os.environ.setdefault(name, str(IN_MEMORY))
 QUICK_RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], QUICK_RENDERER])
 pytest_plugins = ["tests.workers"]
