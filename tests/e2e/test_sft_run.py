@@ -110,7 +110,7 @@ def test_a_run_on_pairs_learns_which_of_two_answers_is_preferred(tmp_path: Path)
     assert last["heldout/loss_nats"] < 0.65
 
 
-@pytest.mark.first(1, others=pytest.mark.nightly)
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [(), ("--learner.lora.rank", "8", "--warmup.optimizer.lr", "1e-2")])
 def test_a_reward_model_is_exported_as_transformers_reads_it(tmp_path: Path, settings: tuple[str, ...]):
     run = trained_on_pairs(tmp_path, "--warmup.loss.type", "reward_model", *settings)

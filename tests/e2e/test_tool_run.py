@@ -10,15 +10,8 @@ from tests.e2e.commands import ENVIRONMENT, Command, wait_for_step
 
 
 @pytest.mark.nats
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "tag"),
-    [
-        ("product", "<calc>"),
-        pytest.param("search", "<search>", marks=pytest.mark.nightly),
-        pytest.param("mcp", "<", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("preset", "tag"), [("product", "<calc>"), ("search", "<search>"), ("mcp", "<")])
 def test_a_run_with_tools_trains_on_chats_of_several_turns(tmp_path, preset, tag):
     run = Command(
         tmp_path, "local", "--preset", preset, "--directory", str(tmp_path),

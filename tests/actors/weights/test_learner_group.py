@@ -498,6 +498,7 @@ async def test_one_process_sends_to_all_engines_together_and_goes_on_when_one_of
     assert learner.fetched == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_an_engine_that_dies_leaves_the_others_of_its_group_whole_versions(

@@ -12,7 +12,7 @@ from tests.e2e.commands import SMALL, Command
 from tests.launch.messages import learner
 from tests.storage.serving import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(600)]
 
 
 async def test_a_killed_storage_tells_of_each_alarm_once(tmp_path: Path, server: NatsServer, bus: Bus):

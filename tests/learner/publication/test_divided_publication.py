@@ -208,7 +208,9 @@ def by_tensor(*blobs: bytes) -> tuple[DeltaHeader, dict[str, list[bytes]]]:
 @pytest.mark.nats
 @pytest.mark.usefixtures("bus")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "mixture" else ()) for name in CASES]
+)
 async def test_ranks_that_divide_the_weights_publish_what_one_rank_with_all_of_them_would(
     server: NatsServer, worlds, tmp_path, name
 ):
