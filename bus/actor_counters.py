@@ -58,7 +58,7 @@ class SampledCounts(NamedTuple):
     tokens: int = 0
     """Tokens that the policy sampled."""
     rewarded: int = 0
-    """Those of the trajectories whose reward is known and can be trusted."""
+    """Number of the trajectories whose reward is known and can be trusted."""
     reward_sum: float = 0.0
 
     @property

@@ -27,7 +27,7 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
 
 
 def http_url(url: str) -> str:
-    """Return it. Raises ValueError for what is no URL of a server."""
+    """Return the URL. Raises ValueError for what is no URL of a server."""
     if not url.startswith(("http://", "https://")):
         raise ValueError("is no URL: write it as http://host:port or https://host/path")
     return url

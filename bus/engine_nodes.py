@@ -20,7 +20,7 @@ class EngineNode(Message, tag="engine_node"):
     """Name of the engine whose ranks this node runs."""
     host: str
     ended: str = ""
-    """Why its ranks have ended; empty while they run."""
+    """Why the node's ranks have ended; empty while they run."""
     shared_file: str = ""
     """A file of node 0 in the directory of weights, which the other nodes must see; empty for none."""
 

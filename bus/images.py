@@ -16,7 +16,7 @@ class PlacedImage(NamedTuple):
     digest: str
     """Name of the image: the xxh3-128 of its encoded bytes, hexadecimal."""
     start: int
-    """First token that stands for it."""
+    """First token that stands for the image."""
     rows: int
     """Rows of tokens: a token stands for a square of merged patches."""
     columns: int
@@ -25,7 +25,7 @@ class PlacedImage(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the token behind the last one that stands for it."""
+        """Return the token behind the last one of the image."""
         return self.start + self.rows * self.columns
 
     def moved(self, tokens: int) -> "PlacedImage":

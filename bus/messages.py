@@ -175,7 +175,7 @@ class DeltaRef(Message, tag="delta_ref"):
     blob: BlobRef
     """The delta, of several ranks its beginning, which rank 0 of the learner stores."""
     rest: tuple[BlobRef, ...] = ()
-    """What follows in it, which other ranks store."""
+    """What follows in the delta, which other ranks store."""
 
     @property
     def blobs(self) -> tuple[BlobRef, ...]:
@@ -314,7 +314,7 @@ class SnapshotWanted(Message, tag="snapshot_wanted"):
     policy_version: int
     reason: str
     lacks_base: bool = False
-    """Whether it is the weights below published adapters that cannot be had, and not the adapters."""
+    """Whether the weights below published adapters cannot be had, and not the adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

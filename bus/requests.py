@@ -59,12 +59,12 @@ class GroupStatus(Message, tag="group_status", version=2):
     """The trajectories that are stored of a group."""
 
     group_size: int
-    """0 when nothing of it is stored."""
+    """0 when nothing of the group is stored."""
     samples: tuple[int, ...] = ()
     rewards: tuple[AgentReward, ...] = ()
     """Rewards of those that are trained."""
     rewards_due: bool = False
-    """Says whether one of these rewards is still to come."""
+    """Says whether one of the group's rewards is still to come."""
     turns: int = 0
     """Number of stored turns of rollouts that have not ended; `KeptTurnsRequest` asks for them."""
 
@@ -109,7 +109,7 @@ class GroupRef(Message, tag="group_ref"):
     """Tokens of its trained trajectories, of which what several of them begin with counts once; 0 if nobody
     counted. With it, `tokens` are those of trained trajectories."""
     images: ImageCount = NO_IMAGES
-    """What its trained trajectories show, if that was counted."""
+    """What the group's trained trajectories show, if that was counted."""
 
     def check(self) -> None:
         if not 0 < self.weight < inf:  # also refuses NaN
@@ -136,7 +136,7 @@ class Waiting(Message, tag="waiting"):
 
     reason: str
     alarm: str = ""
-    """Why it may never be there; empty while nothing is known to be wrong."""
+    """Why the answer may never be there; empty while nothing is known to be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,7 +288,7 @@ class StoredGroups(Message, tag="stored_groups"):
     forgotten: int = 0
     """Groups that it has let go; the dispatcher had seen them."""
     settled: tuple[int, ...] = ()
-    """Those of the request's `rolling_out` that are settled."""
+    """Leases of the request's `rolling_out` that are settled."""
 
     def check(self) -> None:
         for name in ("rewards", "spreads", "tokens", "computed_tokens", "images"):
@@ -386,7 +386,7 @@ class NewData(Message, tag="new_data"):
     prompts: BlobRef
     """A `PromptSet`."""
     keep_old: bool
-    """Says whether they follow the present prompts instead of replacing them."""
+    """Says whether the data follow the present prompts instead of replacing them."""
     source: str
     """Says where the prompts come from, for a human."""
 
@@ -420,7 +420,7 @@ class Profiled(Message, tag="profiled"):
     """A profile is written."""
 
     directory: str
-    """Where its files lie, on the learner's host."""
+    """Where the profile's files lie, on the learner's host."""
     lines: tuple[str, ...]
     """Says what took most of the time, for a human."""
 

@@ -28,7 +28,7 @@ MOST_TRAJECTORY_STREAMS = 16
 """Most streams of trajectories. A secured bus names each to storage; further shards share them in turn."""
 MIB = 1 << 20
 LEAST_TRAJECTORIES = 16 * MIB
-"""Least bound of each of them, in bytes: a trajectory that travels in parts must fit as a whole."""
+"""Least bound of such a stream, in bytes: a trajectory that travels in parts must fit as a whole."""
 _LOCKED = {"allow_rollup_hdrs": False, "deny_delete": True, "deny_purge": True}
 """Settings of the keys' stream by which no message, and no request but its deletion, removes others."""
 

@@ -47,7 +47,7 @@ SMALLEST_LOGPROB = -1e4
 """Least log-prob in nats that an engine may report. A softmax in float32 draws nothing below -104, and even a
 token that a grammar forced is no further from the likeliest than logits can be."""
 LARGEST_LOGPROB = 1e-2
-"""Largest one: above 0 by no more than the rounding of half-precision logits."""
+"""Largest log-prob: above 0 by no more than the rounding of half-precision logits."""
 
 
 class Turn(NamedTuple):
@@ -111,7 +111,7 @@ class Trajectory(Message, tag="trajectory", version=2):
     policy_versions: Int32Array
     """[L], the weights behind each token: a swap in mid-rollout shows here; -1 where none sampled it."""
     turns: tuple[Turn, ...]
-    """Its completions in order; they do not overlap, and every token of the mask lies in one of them."""
+    """Completions in order; they do not overlap, and every token of the mask lies in one of them."""
     reward: float
     """Reward of the outcome."""
     end: End
@@ -120,7 +120,7 @@ class Trajectory(Message, tag="trajectory", version=2):
     policy: str = DEFAULT_POLICY
     """Name of the policy that is trained on it."""
     parent: Parent | None = None
-    """Says what it was forked from; None where it began by itself."""
+    """Says what the trajectory was forked from; None where it began by itself."""
     trainable: bool = True
     """False for a frozen opponent or a judge: it is recorded, but enters neither baselines nor losses."""
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Trajectory(Message, tag="trajectory", version=2):
     actor: str = ""
     metadata: dict[str, Json] = field(default_factory=dict)
     reward_due: bool = False
-    """Its reward comes later, as a `RewardGiven`; `reward` says nothing. Nobody trains on it before."""
+    """The reward comes later, as a `RewardGiven`; `reward` says nothing. Nobody trains on it before."""
     run: str = ""
     """Identity of the run of its lease."""
     routed_experts: bytes = b""
@@ -241,12 +241,13 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     @property
     def is_trained(self) -> bool:
-        """Tell whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
+        """Tell whether a trajectory enters baselines and losses: its policy is trained, its reward to be
+        trusted."""
         return self.trainable and self.end in TRUSTED_ENDS
 
     @property
     def agent_reward(self) -> AgentReward:
-        """Return its reward, as `episode_rewards` takes it; means nothing unless it `is_trained`."""
+        """Return the reward, as `episode_rewards` takes it; means nothing unless `is_trained`."""
         return AgentReward(self.policy, self.agent, self.rollout, self.reward)
 
     @property
@@ -318,7 +319,7 @@ class KeptTurn(Message, tag="kept_turn"):
     policy_versions: Int32Array
     """[N], the weights behind each token."""
     trained: bool = True
-    """Says whether it is the run's own policy's and may be trained on; a further policy's is not counted."""
+    """Says whether the turn is of the run's own policy and may be trained on; a further policy's is not."""
     actor: str = ""
     run: str = ""
     """Identity of the run of its lease."""
@@ -426,7 +427,7 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
 
     @property
     def sampled(self) -> tuple[Trajectory | KeptTurn, ...]:
-        """Return its trajectories, and then its turns."""
+        """Return the batch's trajectories, and then its turns."""
         return (*self.trajectories, *self.turns)
 
     @property

@@ -73,11 +73,11 @@ class PartsAsked(Message, tag="parts_asked"):
     url: str
     """URL at which it serves the parts it has; empty where it serves none."""
     access: BlobAccess | None = None
-    """What its server asks for, on a secured bus."""
+    """What the host's server asks for, on a secured bus."""
     have: bytes
     """A byte for each part: 0 for one it lacks, 1 for one it has, 2 for one that it is fetching."""
     failed: tuple[PartFailed, ...] = ()
-    """What failed since it asked last."""
+    """What failed since the host asked last."""
 
     def check(self) -> None:
         lead = (self.access.token, self.access.certificate) if self.access is not None else ()

@@ -37,7 +37,7 @@ from bus.security.record_rules import record_of
 from bus.topology import Topology
 from bus.waiting import REMIND_S, RETRY_S, is_away, longest_outage_s, until_answered
 
-if TYPE_CHECKING:  # it loads libraries of cryptography, which only a secured bus needs
+if TYPE_CHECKING:  # loads cryptography, which only a secured bus needs
     from bus.security.signatures import Signatures
 
 log = structlog.get_logger()
@@ -76,7 +76,7 @@ class Bus:
         self.signatures = signatures
         """Signs and verifies records on a bus that lets in only who has credentials; None on another one."""
         self.topology = Topology(run, streams or StreamsConfig())
-        domain = None if self.secured else domain  # its access leads to the streams, wherever they are
+        domain = None if self.secured else domain  # the access leads to the streams, wherever they are
         self.js = JetStream(client, timeout_s=10, domain=domain)
         self.js_api = "$JS.API" if domain is None else f"$JS.{domain}.API"
         """Prefix of the subjects on which JetStream hears requests."""
@@ -288,7 +288,7 @@ class Bus:
                 return
             try:
                 handle(decode(await self.opened(raw.subject, raw.data), expected))
-            except UnsignedError:  # it is counted and logged
+            except UnsignedError:  # `opened` has counted and logged this
                 return
             except SchemaError as error:
                 log.warning("notice_not_understood", subject=raw.subject, reason=str(error))

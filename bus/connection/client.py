@@ -234,9 +234,9 @@ async def connected(
         ) from error
     finally:
         starting = False
-        await cancelled(connecting)  # to cancel it once is not enough: it would go on for ever
-        # It may connect although it was cancelled, and nobody else would close it then. Without options the
-        # URL did not parse.
+        await cancelled(connecting)  # a connect that is cancelled once goes on
+        # The client may connect although it was cancelled, and nobody else closes it then. Without options
+        # the URL did not parse.
         if client.options and not (is_ready and client.is_connected):
             await close(client)
     return client
@@ -300,7 +300,7 @@ async def _tls_mistake(client: Client, error: Exception, credentials: Credential
             return "its certificate is not of the authority in the credentials: it is another bus"
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return "it speaks no TLS, and credentials are for a bus that does"
-    elif type(error) is nats.errors.Error or isinstance(error, TimeoutError):  # it has not spoken first
+    elif type(error) is nats.errors.Error or isinstance(error, TimeoutError):  # the server is silent
         return "a bus with keys needs --creds" if await _begins_with_tls(client) else ""
     return ""
 

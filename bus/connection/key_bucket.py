@@ -20,7 +20,7 @@ from bus.security.record_rules import ROLE_KEYS
 from bus.topology import Topology, ensure_keys
 from bus.waiting import cancelled
 
-if TYPE_CHECKING:  # it loads libraries of cryptography, which only a secured bus needs
+if TYPE_CHECKING:  # loads cryptography, which only a secured bus needs
     from bus.security.signatures import Signatures
 
 log = structlog.get_logger()

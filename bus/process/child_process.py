@@ -75,7 +75,7 @@ def tied_to_parent(
     Where it can, setpriv of util-linux asks the kernel for that: with a function to call before the program,
     Python has the kernel copy the page tables of its whole process, which takes 60 ms of CPU where torch is
     loaded instead of 2. `path` is the PATH of the new process, if that is another one."""
-    if shutil.which(command[0], path=path) is None:  # to start it fails, and says why
+    if shutil.which(command[0], path=path) is None:  # the start fails, and says why
         return Tied(tuple(command), None)
     if (setpriv := _setpriv()) is None:
         return Tied(tuple(command), die_with_parent(number))
@@ -90,6 +90,6 @@ def _setpriv() -> str | None:
     command = [found, "--pdeathsig", "TERM", "--", found, "--version"]
     try:
         tried = subprocess.run(command, check=False, capture_output=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):  # it cannot run here, or hangs: there is another way
+    except (OSError, subprocess.TimeoutExpired):  # the command fails here, or hangs: there is another way
         return None
     return found if tried.returncode == 0 else None

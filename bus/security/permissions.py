@@ -32,7 +32,7 @@ def permissions(run: str, role: str) -> Permissions:
     publish = dict.fromkeys(found.publish)
     to_streams = topology.stored_subjects()
     stored = tuple(subject for subject in publish if subject.startswith(to_streams))
-    events = topology.subject("events", "")  # they are stored, and heard by who listens as well
+    events = topology.subject("events", "")  # events are stored, and heard by listeners as well
     spoken = (subject for subject in publish if subject not in stored or subject.startswith(events))
     answers = (f"{inbox_prefix(run, asker)}.>" for asker in _ANSWERS[role])
     taken = (f"{inbox_prefix(run, sender)}.{TAKEN}.>" for sender in _ASKS[role])

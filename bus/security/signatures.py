@@ -172,7 +172,7 @@ class Signatures:
         self.set_aside: Counter[str] = Counter()
         """Records that were not acted on, by name."""
         self.set_aside_s = -REMIND_S
-        """When the last one was, on the monotonic clock."""
+        """When the last record was set aside, on the monotonic clock."""
         self._run = credentials.run
         self._run_key = credentials.run_key
         self._path = path
@@ -222,7 +222,7 @@ class Signatures:
             try:
                 self._take_over(load_credentials(self._path))
                 self._file_ns = changed_ns
-            except ConfigError as error:  # it may be in the midst of being replaced
+            except ConfigError as error:  # somebody may be replacing the file
                 log.warning("credentials_not_renewed", reason=str(error))
         return self._seed
 

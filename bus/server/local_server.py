@@ -36,7 +36,7 @@ def server_directories() -> Iterator[Path]:
     """Yield the directories of the nats-servers that this process sees: those of their configuration, streams
     and keys. What a configuration says of streams elsewhere is not read."""
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it has ended, or is not ours to look at
+        with suppress(psutil.Error, OSError):  # the process has ended, or is not ours to look at
             if Path(process.exe()).name == SERVER:
                 words, here = process.cmdline(), Path(process.cwd())
                 named = {option: here / value for option, value in pairwise(words)}
@@ -60,7 +60,7 @@ def _is_end_of(process: psutil.Process, place: tuple[str, int]) -> bool:
         if Path(process.exe()).name != SERVER:
             return False
         sockets = process.net_connections("inet")
-    except (psutil.Error, OSError):  # it has ended, or is not ours to look at
+    except (psutil.Error, OSError):  # the process has ended, or is not ours to look at
         return False
     used = [end for each in sockets for end in (each.laddr, each.raddr) if end]
     connected = any(each.raddr and tuple(each.raddr) == place for each in sockets)

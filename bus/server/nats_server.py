@@ -19,7 +19,7 @@ import structlog
 from bus.errors import BusError, ConfigError
 from bus.process.child_process import tied_to_parent
 
-if TYPE_CHECKING:  # it loads a library of cryptography, which few processes need
+if TYPE_CHECKING:  # loads cryptography, which few processes need
     from bus.server.secure_directory import SecureDirectory
 
 log = structlog.get_logger()
@@ -113,7 +113,7 @@ class NatsServer:
         config.write_text(self._config())
         log_file = self.directory / "nats.log"
         command = (nats_binary(), "-c", str(config), "-l", str(log_file))
-        tied = tied_to_parent(command, signal.SIGKILL)  # it dies at once: the next server needs the port
+        tied = tied_to_parent(command, signal.SIGKILL)  # a quick death: the next server needs the port
         self._process = await asyncio.create_subprocess_exec(
             *tied.command, start_new_session=True, preexec_fn=tied.preexec_fn
         )
@@ -189,7 +189,7 @@ class NatsServer:
 
     def _listens(self) -> bool:
         """Return whether this server accepts connections. Another that took its port does not count."""
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             sockets = psutil.Process(self.pid).net_connections("tcp")
             return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in sockets)
         return False
@@ -219,7 +219,7 @@ def free_port(host: str) -> int:
             holder.close()
             continue
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.detach()  # it stays bound, and never listens, until the process ends
+        holder.detach()  # the socket stays bound, and never listens, until the process ends
         return port
     with socket.socket() as probe:  # this host leaves no others
         probe.bind((host, 0))

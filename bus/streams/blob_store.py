@@ -72,7 +72,7 @@ async def put_only_blob(bus: Bus, publisher: Publisher, data: bytes, token: str)
         for subject in found.state.subjects or {}:
             if not subject.startswith(f"{ref.subject}."):
                 await publisher.publish(subject, b"", message_id=uuid.uuid4().hex)
-    except (nats.errors.Error, BusError) as error:  # they go when the next one is stored
+    except (nats.errors.Error, BusError) as error:  # the blobs go when the next one is stored
         log.warning("old_files_not_removed", files=prefix, reason=str(error))
     return ref
 

@@ -141,7 +141,7 @@ class Inbox:
 
     def _on_status(self, status: str, description: str) -> None:
         self._owed = 0
-        self._rejected = status not in ("404", "408")  # these: nothing there, expired
+        self._rejected = status not in ("404", "408")  # 404: nothing there, 408: expired
         if self._rejected:
             log.warning(
                 "pull_ended", stream=self._stream, consumer=self._durable, reason=description or status
@@ -170,7 +170,7 @@ class Inbox:
 
 
 def _can_be_acked(raw: Msg) -> bool:
-    """Return whether it says where it comes from. If that was garbled on the way, it is dropped here: after
+    """Return whether a message says its origin. If that was garbled on the way, it is dropped here: after
     the ack wait the server delivers it again."""
     try:
         return bool(raw.metadata.sequence)
@@ -230,7 +230,7 @@ async def consume_received(
             busy -= 1
             slots.release()
 
-    async with inbox.parts.tended(), asyncio.TaskGroup() as tasks:  # leaving it waits for work in flight
+    async with inbox.parts.tended(), asyncio.TaskGroup() as tasks:  # leaving waits for work in flight
         while not stop.is_set():
             async with slots:  # at least one slot is free
                 if stop.is_set():  # `stop` was set while we waited for a slot

@@ -70,7 +70,7 @@ class OwnRecords:
             for key, message in self._records.items():
                 try:
                     await self._restore(key, message)
-                except BusError as error:  # it is looked at again
+                except BusError as error:  # the message is looked at again
                     log.warning("own_key_not_kept", key=key, reason=str(error))
 
     async def _restore(self, key: str, message: Message) -> None:

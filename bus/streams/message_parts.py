@@ -94,7 +94,7 @@ class StreamMessage:
 
     @property
     def subject(self) -> str:
-        """Subject that it was published on."""
+        """Subject that the message was published on."""
         return str(self.raws[0].subject)
 
     @property
@@ -123,7 +123,7 @@ class _Set:
     raws: dict[int, Msg]
     size_bytes: int
     held_since: float
-    """Says when it was put aside, on the clock of `Parts`."""
+    """Says when the set was put aside, on the clock of `Parts`."""
 
 
 @dataclass
@@ -299,7 +299,7 @@ class Parts:
         while True:
             await asyncio.sleep(min(ACK_WAIT_S / 3, self._incomplete_s / 4))
             for key in list(self._sets):
-                if key in self._sets and self._too_old(key):  # it may be complete since
+                if key in self._sets and self._too_old(key):  # the set may be complete since
                     await self._drop(key)
             for raw in [raw for held in self._sets.values() for raw in held.raws.values()]:
                 await _try(raw.in_progress())
@@ -324,7 +324,7 @@ class Parts:
         raws = [held.raws[n] for n in sorted(held.raws)]
         try:
             await set_aside(raws, raws[0].data, self._bus, reason)
-        except BusError as error:  # they are redelivered and dropped then
+        except BusError as error:  # the parts are redelivered and dropped then
             log.warning("parts_not_dropped", message_id=key.message_id, reason=str(error))
 
 

@@ -81,7 +81,7 @@ async def report_progress(held: Callable[[], Sequence[Received[M]]]) -> None:
             try:
                 for raw in received.handle.raws:
                     await raw.in_progress()
-            except nats.errors.MsgAlreadyAckdError:  # it was acked since the list was made
+            except nats.errors.MsgAlreadyAckdError:  # acked since the list was made
                 continue
             except nats.errors.Error as error:  # the bus is away: try again later, the work goes on
                 log.warning("progress_not_reported", subject=received.handle.subject, reason=str(error))

@@ -79,7 +79,7 @@ class StreamReader:
             return
         at = await self._get(self.place.sequence, 1, subject=">")
         if at and (at[0].place == self.place or at[0].place.sequence > self.place.sequence):
-            return  # it is still there, or was dropped as old
+            return  # the message is there, or was dropped as old
         self._skip_until_ns = max(self._skip_until_ns, self.place.time_ns)
         self.place = StreamPosition()
         self.beginnings += 1
