@@ -109,7 +109,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
-        opening = asyncio.to_thread(Ledger.open, settings.run.ledger)  # a large one takes longer than a role
+        opening = asyncio.to_thread(Ledger.open, settings.run.ledger)  # a large ledger takes its time
         ledger = opened.enter_context(closing(await opening))
         if settings.model is not None:
             await asyncio.to_thread(check_measured_prompts, prompts.measured, settings.model)

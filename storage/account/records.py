@@ -63,7 +63,7 @@ class _Declared(NamedTuple):
     names: tuple[str, ...]
     """Names of the others."""
     defaults: tuple[Any, ...]
-    """Their values that add nothing to the digest."""
+    """Values of the others that add nothing to the digest."""
 
 
 @cache
@@ -149,7 +149,7 @@ class Kind(IntEnum):
     TRAINED = 4
     """A learner trained on it; `number` is the step, `reward` the one that it used."""
     GIVEN = 5
-    """Somebody is about to give it this late reward; its digest is not known, and zero."""
+    """Somebody is about to give the trajectory this late reward; its digest is not known, and zero."""
 
 
 class DropReason(IntEnum):
@@ -158,9 +158,9 @@ class DropReason(IntEnum):
     HELD = 1
     """A trajectory of this name is stored already: the lease was rolled out more than once."""
     CLOSED = 2
-    """Its group was closed short without it."""
+    """The group was closed short without the trajectory."""
     SETTLED = 3
-    """Its lease is settled: trained on, or rejected."""
+    """The lease is settled: trained on, or rejected."""
 
 
 class Copy(NamedTuple):
@@ -187,7 +187,7 @@ class AccountRecord(NamedTuple):
     number: int = 0
     flag: bool = False
     since_s: float = 0.0
-    """When it was sent, by the monotonic clock of the host; 0 where that is not known."""
+    """When the trajectory was sent, by the monotonic clock of the host; 0 where that is not known."""
     written_s: float = 0.0
     """When the record was made, by the same clock."""
 
@@ -311,7 +311,7 @@ def read_records(directory: Path, *, run: str = "") -> Iterator[RecordFile]:
     for path in sorted(directory.rglob(f"*{SUFFIX}")):
         try:
             content = path.read_bytes()
-        except FileNotFoundError:  # its writer has just removed it, as the oldest one
+        except FileNotFoundError:  # the writer has just removed its oldest file
             continue
         header, newline, body = content.partition(b"\n")
         owner = _owner(header) if newline else None

@@ -347,7 +347,7 @@ TASKS = {
         wrong_share=0.5,
         prompts=6000,
         heldout=128,
-        demonstrations=160 * 64,  # those that the preset takes; pictures take longer to draw than texts
+        demonstrations=160 * 64,  # as many as the preset takes; pictures take longer to draw than texts
     ),
     "debate": BuiltInTask(shown.panel_problem, shown.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

@@ -59,7 +59,7 @@ class StopToken(NamedTuple):
     number: int
     text: str
     named_by: tuple[str, ...]
-    """What names it as one: files of the model, "tokenizer", "chat template"."""
+    """What says that the token ends answers: files of the model, "tokenizer", "chat template"."""
 
     def __str__(self) -> str:
         return f"{self.text} ({self.number}: {', '.join(self.named_by)})"

@@ -69,7 +69,7 @@ class ExpertSender:
         if known is not None:
             try:
                 await _put(known, shard, sha256, experts)
-            except BusError as error:  # its process may have begun again, at another port
+            except BusError as error:  # the shard may have begun again, at another port
                 log.debug("server_of_shard_gone", shard=shard, url=known.url, reason=str(error))
             else:
                 self._places[shard] = known

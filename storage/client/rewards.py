@@ -53,7 +53,7 @@ class RewardSender:
         await self._publisher.publish(
             self._bus.subject("outcomes", "rewards", shard_of(given.lease_id, self._shards)),
             encode(given),
-            message_id=f"reward-{trajectory_id}-{given.reward!r}",  # a different one is no duplicate
+            message_id=f"reward-{trajectory_id}-{given.reward!r}",  # another reward is no duplicate
         )
 
 

@@ -25,7 +25,7 @@ class Score:
 
     trajectory_id: str
     old: float
-    """Reward that it was trained with."""
+    """Reward that the answer was trained with."""
     reward: float
 
 

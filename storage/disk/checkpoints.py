@@ -111,7 +111,7 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int, *, besides: Container[int] = ()) -> list[Path]:
-    """Take their names from all checkpoints but the `keep` latest and those of the steps `besides`. Returns
+    """Take the names from all checkpoints but the `keep` latest and those of the steps `besides`. Returns
     where their files are now, for `discard`, which takes seconds; after a crash `recover` does it."""
     if keep < 1:
         raise ValueError(f"keep={keep} would leave nothing to resume from: keep at least 1")

@@ -17,7 +17,7 @@ def processes_holding(files: Iterable[Path]) -> dict[Path, list[int]]:
     for process in psutil.process_iter() if wanted else ():
         try:
             opened = {file.path for file in process.open_files()}
-        except psutil.Error:  # it has just ended, or is another user's
+        except psutil.Error:  # the process has just ended, or is another user's
             continue
         for path in opened & wanted.keys():
             found[wanted[path]].append(process.pid)

@@ -153,7 +153,7 @@ class RunDirectory:
             raise ConfigError(
                 f"a note has at most {LONGEST_NOTE} characters, this one {len(text)}: shorten it"
             )
-        # it is shown in terminals, and what an argument or JSON may hold need not be UTF-8
+        # A note is shown in terminals, and an argument or JSON may hold what is no UTF-8.
         shown = "".join(
             c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text.strip()
         )
@@ -279,6 +279,6 @@ def written_s(path: Path) -> float | None:
     """Return when a run last recorded something, in seconds since the epoch; None if it never did."""
     times = []
     for name in WRITTEN:
-        with suppress(OSError):  # it is missing, or was removed just now
+        with suppress(OSError):  # the file is missing, or was removed just now
             times.append((path / name).stat().st_mtime)
     return min(max(times), time.time()) if times else None

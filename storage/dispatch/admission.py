@@ -50,7 +50,7 @@ class EssBrake:
         version = (manifest.incarnation, manifest.policy_version)
         if below is None or fraction is None or version == self._latest:
             return
-        if manifest.incarnation != self._latest[0]:  # it may have come back from steps that no longer count
+        if manifest.incarnation != self._latest[0]:  # steps of an earlier learner may not count any more
             self._in_a_row = 0
         self._latest, self._fraction = version, fraction
         self._in_a_row = self._in_a_row + 1 if (fraction < below) != self.holds else 0
@@ -118,7 +118,7 @@ class GroupsAhead:
             return
         if left_over < 0 and not waiting:
             if self.groups < self._most and not self._settling:
-                self._steps = min(2 * self._steps, MOST_STEPS)  # it was lowered too far: do it less often
+                self._steps = min(2 * self._steps, MOST_STEPS)  # lowered too far: lower it less often
             self._set(min(self._most, self.groups - left_over))
         elif self._settling:
             self._settling -= 1

@@ -111,7 +111,7 @@ class Dispatcher:
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
         self.serving = False
-        """Whether it answers requests."""
+        """Whether the dispatcher answers requests."""
         self._ended = False
         """Whoever still waits for a batch is to ask the next dispatcher."""
 
@@ -227,7 +227,7 @@ class Dispatcher:
             self._on_policy(found[0])
 
     async def _publish_lost(self, lease_ids: Sequence[int]) -> None:
-        """Publish anew those of these leases that no shard has in full."""
+        """Publish anew the given leases that no shard has in full."""
         rolling_out = self.ledger.rolling_out
         left = [lease_id for lease_id in lease_ids if lease_id in rolling_out]
         not_whole = await self._lost.not_whole(left)
@@ -292,7 +292,7 @@ class Dispatcher:
     def _on_notice(self, news: StoredGroups) -> None:
         known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
         if known and not (self._wants_spreads or self._supply.wants_rewards or any(self._counting)):
-            self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
+            self._on_stored(news)  # else news was missed or lacks what a poll asks: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
         if self._admission.on_stored(news):
@@ -381,7 +381,7 @@ class Dispatcher:
     async def _on_unreadable(self, report: GroupsUnreadable) -> list[Message]:
         damaged = self._admission.on_unreadable(report.step, report.lease_ids, report.incarnation)
         await asyncio.to_thread(self.ledger.flush)
-        if damaged:  # else it was reported before
+        if damaged:  # else the damage was reported before
             log.error("groups_damaged", step=report.step, leases=damaged, reason=report.reason)
             self._wake()
         return [Done()]
@@ -410,7 +410,7 @@ class Dispatcher:
         answer = Unsettled(
             lease_ids=tuple(needed), next_id=self.ledger.next_id, seen=self._admission.seen(request.shard)
         )
-        await asyncio.to_thread(self.ledger.flush)  # what is not among them stays so across a crash
+        await asyncio.to_thread(self.ledger.flush)  # a lease that was not found stays so across a crash
         return [answer]
 
     async def _refuse_usurper(self, incarnation: str) -> None:

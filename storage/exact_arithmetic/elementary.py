@@ -18,7 +18,7 @@ LARGEST_EXPONENT = 88.0
 """Arguments of `exp` are bounded by this, beyond which float32 overflows."""
 LEAST_EXPONENT = -87.0
 """Arguments of `exp` below this have the result 0."""
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their products with an exponent lose no bit
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # a product with an exponent loses no bit
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _QUARTER_HIGH = float.fromhex("0x1.921fb544p+0")  # 33 bits of pi / 2
 _QUARTER_LOW = float.fromhex("0x1.0b4611a626331p-34")

@@ -67,7 +67,7 @@ class ImageFiles:
     directory: Path
     """The directory of the data file, to which paths are relative."""
     read: set[Path] = field(default_factory=set)
-    """Those that were read."""
+    """Image files that were read."""
     fetch: Callable[[Path], None] | None = None
     """What fetches a file that is not here, if it knows from where."""
 

@@ -103,7 +103,7 @@ class ImageReader:
         planes = np.asarray(pixels).transpose(2, 0, 1)
         made = np.asarray(one.resize(planes, one.size, one.resample, self.side))
         file = BytesIO()
-        Image.fromarray(made.transpose(1, 2, 0)).save(file, "PNG", compress_level=1)  # it is read once
+        Image.fromarray(made.transpose(1, 2, 0)).save(file, "PNG", compress_level=1)  # a PNG is read once
         return file.getvalue()
 
     def patches(self, image: PlacedImage) -> NDArray[np.float32]:

@@ -31,7 +31,7 @@ class Use:
 
     group: Candidate
     weight: float = 1.0
-    """Its importance weight there."""
+    """The group's importance weight in that step."""
 
     @property
     def lease_id(self) -> int:
@@ -173,7 +173,7 @@ class GivenGroups:
 
     def group(self, lease_id: int) -> Candidate:
         """Return a group that has uses. Raises `StorageError` for a lease without any."""
-        versions = range(self._youngest, -1, -1)  # it is likely to be young
+        versions = range(self._youngest, -1, -1)  # the group is likely to be young
         known = (self._groups[v][lease_id][0] for v in versions if lease_id in self._groups.get(v, ()))
         return next(known, None) or self._recall_group(lease_id)
 

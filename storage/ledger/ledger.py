@@ -175,7 +175,7 @@ class Ledger:
         self._sql = connection
         self._lock = lock
         self.name = "the ledger"
-        """Where it is, for a human."""
+        """Where the ledger is, for a human."""
         self._on_disk = threading.Lock()
         self._pending: list[_Change] = []
         self._changing = threading.Lock()  # guards `_pending`, and is never held while the disk works

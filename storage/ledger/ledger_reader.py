@@ -18,9 +18,9 @@ class GroupUse:
 
     state: str
     reason: str = ""
-    """Why it was rejected."""
+    """Why the group was rejected."""
     weights: Mapping[int, float] = field(default_factory=dict)
-    """Its weight in each step that it was given to, ascending."""
+    """The group's weight in each step that trained on it, ascending."""
 
 
 def states_of(ledger: Path) -> dict[int, tuple[str, int]]:

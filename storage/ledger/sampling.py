@@ -44,7 +44,7 @@ class Choice:
 
     leases: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
-    """One a lease; empty when all are 1."""
+    """A weight for each lease; empty when all are 1."""
     waiting_for: str = ""
     blockers: tuple[int, ...] = ()
     """The groups rolling out without which the step goes no further."""

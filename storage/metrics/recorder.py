@@ -73,7 +73,9 @@ async def record_metrics(
         except BusAwayError as error:
             if not stop.is_set():
                 raise
-            log.warning("last_events_not_recorded", reason=str(error), remedy="they are recorded next time")
+            log.warning(
+                "last_events_not_recorded", reason=str(error), remedy="the events are recorded next time"
+            )
             break
         rows = [row for message in found if (row := await _row(bus, message)) is not None]
         for row in await asyncio.to_thread(files.append, rows, reader.place, reader.beginnings):

@@ -109,7 +109,7 @@ def latest_records(path: Path, within_bytes: int) -> list[Record]:
         start = max(0, file.seek(0, 2) - within_bytes)
         file.seek(start)
         lines = file.read().splitlines()
-    return parsed(lines[1:] if start else lines)  # the first one is cut off
+    return parsed(lines[1:] if start else lines)  # the first line is cut off
 
 
 def last_record(path: Path) -> Record | None:

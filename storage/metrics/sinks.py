@@ -85,7 +85,7 @@ class Points:
         if row.get("kind") == "evaluation":
             area = "/".join(["evaluation", *([str(row["data_set"])] if "data_set" in row else [])])
             axis, values = "evaluation/step", _prefixed(area, values)
-        elif row.get("train/stage") == "warmup":  # its steps begin at 1 as those after it do
+        elif row.get("train/stage") == "warmup":  # the steps of both stages begin at 1
             axis, values = "warmup/step", _prefixed("warmup", values)
         elif row.get("source") != "learner":
             source = str(row.get("source"))
@@ -163,7 +163,7 @@ class ThreadedSink:
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            self._fails("it is too slow")
+            self._fails("the sink is too slow")
 
     def close(self) -> None:
         """Return when the rows so far are written, or after `CLOSE_S`."""
@@ -190,7 +190,7 @@ class ThreadedSink:
     def _draw(self, row: Record) -> None:
         if self._library is None:
             if time.monotonic() < self._closed_until_s:
-                self._fails("it failed a short time ago")
+                self._fails("the sink failed a short time ago")
                 return
             self._library = self._open_library()
         for point in self._points.of(row):
@@ -249,7 +249,7 @@ class WandbRun:
                 console="off",
                 silent=True,
                 disable_git=True,
-                login_timeout=LOGIN_S,  # else it asks a terminal for a key, and waits
+                login_timeout=LOGIN_S,  # else wandb asks a terminal for a key, and waits
                 x_disable_stats=True,
             ),
         )

@@ -17,7 +17,7 @@ class Router(NamedTuple):
     """The routers of a family with experts, in transformers."""
 
     module: str
-    """Their class."""
+    """Class of the routers."""
     weigh: str
     """What returns the weights of given experts (`learner.backends.fsdp.router_replay.Weigh`)."""
 
@@ -26,7 +26,7 @@ class Recurrent(NamedTuple):
     """The layers of a family that take a state from token to token."""
 
     kind: str
-    """What they are called in `layer_types` of the configuration."""
+    """What the layers are called in `layer_types` of the configuration."""
     module: str
     """Class, in transformers, of the part that mixes tokens, which is causal and whose first argument is all
     it mixes."""
@@ -38,12 +38,12 @@ class ModelFamily:
     transformers knows."""
 
     megatron: str = ""
-    """Its tables of names and layers on Megatron, or what returns these for a configuration; empty where
+    """Tables of names and layers on Megatron, or what returns these for a configuration; empty where
     Megatron does not train it."""
     router: Router | None = None
-    """Its routers, if it has experts whose choice can be given to them."""
+    """The family's routers, if experts can be given to them."""
     recurrent: Recurrent | None = None
-    """Its layers with a state, if it has some."""
+    """The layers with a state, if there are some."""
     heads_counted_in: str = ""
     """Field of the configuration that counts its heads for further tokens; empty where it has none."""
     one_head_by_default: bool = False
@@ -52,9 +52,9 @@ class ModelFamily:
     published_as: str = ""
     """The family whose model it is, where transformers does not know the `model_type`."""
     sees_images: bool = False
-    """It is a vision-language family that can be trained."""
+    """The family is a vision-language one that can be trained."""
     takes_adapters: bool = True
-    """Its files know layers that could have an adapter by transformers' names."""
+    """The files know layers that could have an adapter by transformers' names."""
     stacks_experts: bool = False
     """Published files have one tensor a layer of its experts, of which transformers writes one each."""
     sglang_sees: bool = False

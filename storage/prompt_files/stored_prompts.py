@@ -79,7 +79,7 @@ class StoredPrompts(Sequence[Prompt]):
         return _prompt(os.pread(self._file, after - first, first), self.path)
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Read all in their order, a block of the file at a time."""
+        """Read all prompts in order, a block of the file at a time."""
         with self.path.open("rb") as lines:
             for line in lines:
                 yield _prompt(line, self.path)

@@ -50,7 +50,7 @@ class Success:
     """Weighted sum of the fractions of each group's rollouts that solved the prompt."""
 
     def after(self, rewards: Sequence[float], *, solved_at: float, memory_groups: float) -> "Success":
-        """Return what it is with one more group, of these rewards."""
+        """Return the sums with one more group, of these rewards."""
         keep = 1 - 1 / memory_groups
         return Success(
             groups=self.groups + 1,

@@ -37,7 +37,7 @@ class LongPrompt:
     index: int
     """Number of the prompt, from 0."""
     problem: str
-    """What is wrong with it and what to do, for a human."""
+    """What is wrong with the prompt and what to do, for a human."""
 
 
 async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int) -> None:

@@ -58,7 +58,7 @@ class PromptSource:
     digest: str
     """Digest of its prompts in their order."""
     weight: float
-    """Its configured weight, relative to those of the others."""
+    """The source's configured weight, relative to those of the others."""
     share: int = 0
     """Prompts of each `WINDOW` that come from it."""
     drawn: int = 0
@@ -79,7 +79,7 @@ def shares(weights: Sequence[float]) -> list[int]:
         rest = wanted - found
         if missing > 0:
             found[np.argmax(rest)] += 1
-        else:  # those that were lifted to 1 are paid for by the ones that have more than they want
+        else:  # sources with more than they want pay for those that were lifted to 1
             found[np.argmin(np.where(found > 1, rest, np.inf))] -= 1
     return [int(share) for share in found]
 

@@ -37,7 +37,7 @@ class Prompts:
     training: StoredPrompts
     heldout: list[Prompt]
     source: str
-    """Where those to train on come from, for a human."""
+    """Where the training prompts come from, for a human."""
     sources: tuple[PromptSource, ...] = ()
     """Sources that are mixed, whose prompts follow one another in `training`."""
     sets: dict[str, list[Prompt]] = field(default_factory=dict)
@@ -144,4 +144,4 @@ def _known(
         stored = open_stored(directory, before["digest"], source=str(noted))
         return stored, tuple(PromptSource(**one) for one in before["sources"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, StorageError):
-        return None  # it is read again
+        return None  # the source is read again

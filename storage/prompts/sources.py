@@ -37,7 +37,7 @@ def load_sources(
     found: list[PromptSource] = []
     read = (prompt for one in configured for prompt in _read(one, keys, found, directory, images))
     stored = store_prompts(read, directory)
-    shares([source.weight for source in found])  # or they are too many
+    shares([source.weight for source in found])  # raises for too many sources
     return stored, tuple(found)
 
 

@@ -103,7 +103,7 @@ class PromptStream:
                 return
             try:
                 long = await self._check(self._block, str(self._source))
-            except BusError as error:  # it is away: the dispatcher asks again
+            except BusError as error:  # the bus is away: the dispatcher asks again
                 log.warning("prompts_not_checked", source=str(self._source), reason=str(error))
                 return
             self._data.go_on(self._block, next_row=self._next_row)

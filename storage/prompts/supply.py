@@ -14,7 +14,7 @@ class Supply(Protocol):
 
     @property
     def waits_for(self) -> str:
-        """Return what it waits for, in words; empty where it waits for nothing."""
+        """Return what the supply waits for, in words; empty where it waits for nothing."""
 
     @property
     def wants_rewards(self) -> bool:

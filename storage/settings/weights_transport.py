@@ -80,7 +80,7 @@ class ServerConfig(Config):
     """URL by which others reach it, as http://host:port. Without it they use this host's address towards the
     bus."""
     bytes_per_s: int | None = Field(None, ge=1)
-    """Bound on the bandwidth with which it sends. `None` sets none."""
+    """Bound on the bandwidth with which the server sends. `None` sets none."""
 
 
 class LearnerServer(ServerConfig):

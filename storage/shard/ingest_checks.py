@@ -98,7 +98,7 @@ class Quarantine:
     facts: RunFacts
 
     async def check_identity(self, trajectories: Iterable[Trajectory]) -> None:
-        """Refuse what is not what it says it is: whose lease it really was, nobody can tell."""
+        """Refuse a trajectory under a false name: whose lease it really was, nobody can tell."""
         for t in trajectories:
             names = t.trajectory_id, t.group_id
             if names != (trajectory_name(t.lease_id, t.sample), group_name(t.lease_id)):

@@ -84,7 +84,7 @@ class ExpertFiles:
         for path in self._directory.iterdir():
             try:
                 found.append((path, path.stat()))
-            except FileNotFoundError:  # it was stored meanwhile
+            except FileNotFoundError:  # the file was stored meanwhile
                 continue
         return found
 
@@ -117,7 +117,7 @@ class IncomingExperts:
     """A file that is being received, without its name until it is whole."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        """Reserve its size, as far as others count it. Raises `OSError` when the disk refuses."""
+        """Reserve the file's size, as far as others count it. Raises `OSError` when the disk refuses."""
         self._path = path
         self._size_bytes = size_bytes
         self._temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
@@ -159,7 +159,7 @@ class StoredExperts:
         return 0 <= begin <= end <= self.size_bytes
 
     def read(self, begin: int, count: int) -> bytes:
-        """Return some of them; none, which cuts the reader off, where the group is gone."""
+        """Return some of the bytes; none, which cuts the reader off, where the group is gone."""
         if self._data is None:
             try:
                 found = self._store.read([self._lease_id])

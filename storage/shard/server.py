@@ -79,7 +79,7 @@ class Shard:
         self._quarantine = quarantine
         self._experts = ExpertFiles(store.directory)
         self.serving = asyncio.Event()
-        """Set once it hears requests."""
+        """Set once the shard hears requests."""
 
     async def run(self, stop: asyncio.Event) -> None:
         serving = [
@@ -137,7 +137,7 @@ class Shard:
                 await self._quarantine.check_content(trajectories)
             completed = await asyncio.to_thread(self.store.append, trajectories)
         except SchemaError as error:
-            if len(batches) == 1:  # the one that will be set aside
+            if len(batches) == 1:  # this message will be set aside
                 await self._refund({t.lease_id for t in trajectories}, str(error))
             raise
         for apart in [batch.apart for batch in batches if batch.apart is not None]:

@@ -154,7 +154,7 @@ class CompleteGroups:
                 self._refuse_not_due(given)
         fresh, counts = self.rewards.first_of(rewards)
         too_late = [key for key in fresh if self.is_forgotten(key[0])]
-        for key in too_late:  # nobody will read it: its group was rejected
+        for key in too_late:  # nobody will read these: the group was rejected
             del fresh[key]
         counts.update({"taken": -len(too_late), "too_late": len(too_late)} if too_late else {})
         completed = [n for n in self.rewards.settled_by(fresh) if self.is_full(n)]

@@ -33,7 +33,7 @@ class Columns:
     samples: NDArray[np.int32]
     group_sizes: NDArray[np.int32]
     tokens: NDArray[np.int32]
-    """0 in what was written before they were counted."""
+    """0 in rows that were written before tokens were counted."""
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -91,7 +91,7 @@ def load_columns(path: Path) -> tuple[Columns, dict[str, NDArray[np.int64]]]:
     """Return what `save_columns` wrote. Raises `StorageError` when it is missing or anything in it has
     changed."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as loaded:  # checks their checksums
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as loaded:  # verifies checksums
             found = {name: loaded[name] for name in loaded.files}
             leases = found.pop("leases")
             tokens = found.pop("tokens", np.zeros(len(leases), np.int32))
@@ -248,7 +248,7 @@ def _chains(leases: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     """Return for each row the one before it of its lease and its ordinal, and for each lease its last row."""
     count = len(leases)
     order = np.argsort(leases, kind="stable")
-    first = np.ones(count, np.bool_)  # of its lease, in `order`
+    first = np.ones(count, np.bool_)  # whether a row is the first of its lease, in `order`
     first[1:] = leases[order[1:]] != leases[order[:-1]]
     begins = np.flatnonzero(first)
     previous, ordinal = np.empty(count, np.int64), np.empty(count, np.int64)

@@ -121,7 +121,7 @@ class LateRewards:
         if not due and not known:
             return
         with self._database.transaction() as sql:
-            # one that was noted and then not stored may come again with its reward, from another actor
+            # A trajectory that was noted and not stored may come again with its reward, from another actor.
             sql.executemany("DELETE FROM due WHERE lease_id = ? AND sample = ?", known)
             sql.executemany("INSERT OR REPLACE INTO due VALUES (?, ?)", due)
             given = {key for key in due if sql.execute(_FIND, key).fetchone()}

@@ -24,7 +24,7 @@ K = TypeVar("K", bound=Hashable)
 MERGE_SEGMENTS = 48
 """So many neighbours of similar size become one."""
 MERGED_BYTES = 256 << 20
-"""Fewer of them when together they reach this size."""
+"""Fewer neighbours become one when together they reach this size."""
 SMALL_BYTES = (1 << 20, 16 << 20)
 """Below the first, segments are merged with their like; later what came of it, below the second."""
 MAPPED_SEGMENTS = 128
@@ -41,7 +41,7 @@ class SegmentEntry:
     retired: bool = False
     size_bytes: int = 0
     written_s: float = 0.0
-    """When its newest trajectory was written, in seconds since the epoch."""
+    """When the segment's newest trajectory was written, in seconds since the epoch."""
     leases: range = range(0)
     """From the lowest lease of its trajectories to the highest."""
 
@@ -179,7 +179,7 @@ class SegmentLayout:
         self._directory = directory
         *self._begins, self.end = accumulate(rows, initial=0)
         """First row of each entry, and the row after the last one's."""
-        self._mapped: MappedSegments[int] = MappedSegments(MAPPED_SEGMENTS)  # by their entry's first segment
+        self._mapped: MappedSegments[int] = MappedSegments(MAPPED_SEGMENTS)  # by an entry's first segment
 
     def path(self, entry: SegmentEntry) -> Path:
         """Return where an entry is, or is to be."""

@@ -98,7 +98,7 @@ def _load_index(path: Path) -> IndexFile:
         return _NOTHING
     try:
         return load_index(path)
-    except StorageError as error:  # it says nothing that the segments do not say
+    except StorageError as error:  # an index says nothing that segments do not
         log.warning("replay_index_not_used", reason=str(error))
         return _NOTHING
 

@@ -35,7 +35,7 @@ class Arrivals:
     """What became of trajectories that arrived together."""
 
     fresh: list[Trajectory]
-    """Those to store, each once."""
+    """Trajectories to store, each once."""
     dropped: list[tuple[Trajectory, DropReason]]
     late_siblings: int
     """Number of those that their group was closed without."""
@@ -156,7 +156,7 @@ class ReplayStore:
 
     @property
     def trajectories(self) -> int:
-        """Stored ever, retired ones included."""
+        """Trajectories stored ever, retired ones included."""
         return self._held.index.total
 
     @property

@@ -27,7 +27,7 @@ class RetiredSegment:
     """Numbers that it covered."""
     rows: int
     leases: range
-    """From its lowest lease to its highest."""
+    """From the segment's lowest lease to its highest."""
 
 
 def save_pieces(path: Path, pieces: Sequence[RetiredSegment]) -> None:
@@ -61,9 +61,9 @@ class Left:
     """What a segment leaves behind."""
 
     entry: SegmentEntry
-    """What takes its place, and that of the retired neighbours that it swallows."""
+    """What takes the place of the segment and of the retired neighbours that it swallows."""
     replaced: list[SegmentEntry]
-    """It and those neighbours."""
+    """The segment and those neighbours."""
     settled_leases: list[int]
     """Leases of its trajectories that are settled, each once."""
 

@@ -75,7 +75,7 @@ class Summary:
     trajectories: int
     size_bytes: int
     written_s: float
-    """When its newest trajectory was written, in seconds since the epoch."""
+    """When the segment's newest trajectory was written, in seconds since the epoch."""
     record_fields: list[str]
     """What the longest of the records holds."""
     rows_xxh3: str

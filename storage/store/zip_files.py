@@ -18,7 +18,7 @@ _PADDING_ID = 0xD935
 _SMALL_BYTES = 1 << 20
 """Up to here joining the parts costs less than writing each."""
 LARGE_BYTES = 1 << 31
-"""Above it an entry needs the longer header of ZIP64."""
+"""Above this size an entry needs the longer header of ZIP64."""
 _LARGE_HEADER_BYTES = 20
 
 
@@ -28,7 +28,7 @@ class _Parts(list[bytes | memoryview]):
         return len(part)
 
     def flush(self) -> None:
-        """There is nothing behind it."""
+        """Do nothing: the parts are in memory."""
 
 
 def zipped(contents: Mapping[str, Content]) -> Content:

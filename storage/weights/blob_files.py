@@ -116,7 +116,7 @@ def read_file(directory: Path, ref: BlobRef) -> memoryview:
             open(path, "rb", buffering=0, opener=_without_wait) as file,
             ThreadPoolExecutor(spare_threads(), "read") as threads,
         ):
-            if (size := os.fstat(file.fileno()).st_size) != ref.size_bytes:  # before all of it is read
+            if (size := os.fstat(file.fileno()).st_size) != ref.size_bytes:  # before the file is read
                 raise BusError(f"{path} has {size} bytes, not {ref.size_bytes}")
             same = list(threads.map(lambda part: _read_part(file.fileno(), ref, part, data), parts))
     except OSError as error:

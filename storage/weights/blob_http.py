@@ -68,7 +68,7 @@ class Served(Protocol):
         """Tell whether these bytes are there."""
 
     def read(self, begin: int, count: int) -> Data:
-        """Return some of them, at most `count`; it is called on any thread."""
+        """Return some of the bytes, at most `count`; it is called on any thread."""
 
     def close(self) -> None:
         """Read no more."""
@@ -216,9 +216,7 @@ class BlobServer:
             task = asyncio.create_task(self._begin(connection), name="begin a connection")
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-            await asyncio.sleep(
-                0
-            )  # it begins: a task that is cancelled before would not close the connection
+            await asyncio.sleep(0)  # the task begins: cancelled before, it would not close the connection
 
     async def _begin(self, connection: socket.socket) -> None:
         assert self._runner is not None
@@ -309,7 +307,7 @@ async def _send(
                 await response.write(part)
         except TimeoutError:
             if request.transport is not None:
-                request.transport.abort()  # to close it would wait for the reader
+                request.transport.abort()  # closing would wait for the reader
             raise ConnectionResetError(f"the reader took nothing for {STALLED_S:g} s") from None
         begin += len(part)
     await response.write_eof()
@@ -341,7 +339,7 @@ class HttpBlobs:
             self._asked += [
                 await self._bus.serve(_access_subject(self._bus, origin), BlobAccessAsked, self._admit)
             ]
-        await self._bus.client.flush()  # it is heard before anybody is told of the URL
+        await self._bus.client.flush()  # requests are heard before anybody is told of the URL
 
     async def _sources(self, asked: PartsAsked) -> list[Message]:
         part_bytes = self._part_bytes.get(asked.blob)
@@ -482,6 +480,6 @@ def own_address(bus: Bus, host: str) -> str:
     url = bus.client.connected_url
     with socket.socket(
         socket.AF_INET, socket.SOCK_DGRAM
-    ) as looking:  # connect sends nothing: it asks the routes
+    ) as looking:  # a connect sends nothing: the kernel looks up the route
         looking.connect((url.hostname if url else "127.0.0.1", (url.port if url else None) or 4222))
         return str(looking.getsockname()[0])

@@ -35,10 +35,10 @@ class BlobStore(Protocol):
         """Store `content` under a name made of `tokens`; it can be fetched when this returns."""
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Return whether all of them are still there."""
+        """Return whether all these blobs are still there."""
 
     async def delete(self, ref: BlobRef) -> None:
-        """Free its space; deleting twice is no error."""
+        """Free the blob's space; deleting twice is no error."""
 
     async def close(self) -> None:
         """Serve no longer."""

@@ -42,7 +42,7 @@ class PartChange(Message, tag="part_change"):
     """Bytes of its zstd frame."""
 
     def describes(self, words: int) -> bool:
-        """Return whether it can describe a part of so many words."""
+        """Return whether the change can be of a part of so many words."""
         whole = self.gap_bytes == 0 and self.changed == words
         sparse = self.gap_bytes in GAP_BYTES and 0 < self.changed <= words
         return (whole or sparse) and self.body_bytes >= 0

@@ -213,7 +213,7 @@ def changed_positions(old: Words, new: Words, *, at_most: int) -> Positions | No
 class _Encoded(NamedTuple):
     digest: bytes
     change: PartChange | None
-    """Its change; `None` if there is none."""
+    """Change of the part; `None` if there is none."""
     body: bytes
 
 
@@ -294,7 +294,7 @@ def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], li
 class _Applied(NamedTuple):
     digest: bytes
     moved: Moved | None
-    """Its changes; `None` if the part came whole."""
+    """Changes of the part; `None` if it came whole."""
 
 
 def _applied(item: tuple[_Begun, int]) -> _Applied:

@@ -25,7 +25,7 @@ TASK_ELEMENTS = 1 << 20
 """Elements that are dequantised by a thread at a time."""
 _LARGEST_CODE = 0x7E
 _SMALLEST_NORMAL = np.float32(2.0**-6)
-"""Below it e4m3fn has multiples of 2^-9."""
+"""Smallest normal number of e4m3fn; below it lie multiples of 2^-9."""
 _DROPPED_BITS = 20
 """Bits of the fraction that float32 has and e4m3fn has not."""
 _REBIAS = np.uint32((127 - 7) << 3)

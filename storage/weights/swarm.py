@@ -75,7 +75,7 @@ class HeldBlob:
         return self.states.count(HAD) == self.ref.parts
 
     def lacks(self, part: int) -> bool:
-        """Tell whether it is a part that is neither here nor being fetched."""
+        """Tell whether the part is neither here nor being fetched."""
         return 0 <= part < self.ref.parts and self.states[part] == LACKED
 
     def has(self, begin: int, end: int) -> bool:
@@ -107,7 +107,7 @@ class Swarm:
         self._server = BlobServer(self._held.get, config, setting="actors.weights.port")
         self._starting = asyncio.Lock()
         self._again: asyncio.TimerHandle | None = None
-        """When it is looked again what is kept for too long."""
+        """When the swarm looks again for blobs that are kept for too long."""
         self._url: str | None = None
         """URL at which others get parts; empty for a host that serves none, None before the first fetch."""
         self._near: dict[str, Path | None] = {}
@@ -183,7 +183,7 @@ class Swarm:
             if is_over or too_much:
                 size_bytes -= held.size_bytes
                 del self._held[name]
-                held.states[:] = bytes(held.ref.parts)  # for who is reading it
+                held.states[:] = bytes(held.ref.parts)  # for who is reading the blob
                 take_back(held.data)
         if self._again is not None:
             self._again.cancel()

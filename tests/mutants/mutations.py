@@ -271,8 +271,8 @@ MUTATIONS = (
         "leases are listed before the ledger is flushed",
         "storage/dispatch/dispatcher.py",
         (
-            "        await asyncio.to_thread(self.ledger.flush)  # what is not among them stays s"
-            "o across a crash\n"
+            "        await asyncio.to_thread(self.ledger.flush)  # a lease that was not found sta"
+            "ys so across a crash\n"
         ),
         "",
         STEPS,
