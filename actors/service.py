@@ -72,7 +72,7 @@ class ActorSettings:
     account: Path | None = None
     """Directory for the account of what is published (storage/account/records.py); None keeps none."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
-    """Whether its engines share the devices of this host with the learner."""
+    """Whether the engines share the devices of this host with the learner."""
     further: Mapping[str, FurtherSettings] = field(default_factory=dict)
     """Policies that the run trains beside its own, by name."""
     exact: bool = False
@@ -107,7 +107,7 @@ async def run_actors(
     """Roll out in `environment`, which others close, until `stop` or until the learner says it is done."""
     await follow_pace(bus)
     warn_of_cut_off_sampling(settings.sampling)
-    engine = settings.engine  # here, so that one that does not tell what it keeps is refused first
+    engine = settings.engine  # here, to refuse an engine that does not tell what it keeps first
     refuse_inexact(settings.actors.engine, exact=settings.exact)
     keep = load_filter(settings.actors.group_filter, settings.actors.group_limits)
     manifest = await first_policy(bus, settings.actors.patience_s, stop)

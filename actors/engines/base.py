@@ -204,7 +204,7 @@ class TellsKvTokens(Protocol):
 
     @property
     def kv_tokens(self) -> KvTokens | None:
-        """Return how full it is; None while that is not known."""
+        """Return how full the cache is; None while that is not known."""
 
 
 class WorkCounts(NamedTuple):
@@ -212,7 +212,7 @@ class WorkCounts(NamedTuple):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Those of the prompts whose keys and values it had already."""
+    """Prompt tokens whose keys and values the engine had already."""
     drafted_tokens: int = 0
     """Tokens of answers that were sampled with drafts (speculative decoding)."""
     draft_passes: int = 0
@@ -295,7 +295,7 @@ class SharesServer(Protocol):
 
     @property
     def requests_of_others(self) -> int:
-        """Return their number, as it was when the server failed."""
+        """Return the number of such requests, as it was when the server failed."""
 
 
 @runtime_checkable
@@ -303,8 +303,8 @@ class SharesDevice(Protocol):
     """An engine that can leave its device to others for a while."""
 
     async def release(self) -> None:
-        """Free what it holds of the device, weights too; nothing may be in flight, and what comes waits.
-        Weights may be loaded meanwhile."""
+        """Free what the engine holds of the device, weights too; nothing may be in flight, and what comes
+        waits. Weights may be loaded meanwhile."""
 
     async def resume(self) -> None:
         """Take the device back, with the weights loaded last, and go on."""

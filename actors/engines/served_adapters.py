@@ -12,7 +12,7 @@ from bus.messages import AdaptedBase
 KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers whose adapters are loaded into SGLang, by the last parts of their names."""
 SHARED_EXPERT = "shared_expert"
-"""Where one of these is in an expert of all tokens: SGLang computes some of them with the other experts."""
+"""Where a layer is in an expert of all tokens: SGLang computes some of these with the other experts."""
 ROUTED_EXPERTS = "experts"
 """Where those lie that a router chooses."""
 BESIDE_NEWEST = 1
@@ -68,7 +68,7 @@ class ServedAdapters:
         return own if self.beside is None else own | self.beside
 
     def sharing(self, others: Iterable["ServedAdapters"], base: str) -> "ServedAdapters":
-        """Return these where servers have the frozen weights with the digest `base` for `others` too."""
+        """Return these adapters for servers with the frozen weights of digest `base` for `others` too."""
         rooms = [one.room for one in others]
         return replace(self, base=base, beside=reduce(or_, rooms) if rooms else None)
 

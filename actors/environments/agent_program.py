@@ -31,7 +31,7 @@ def check_program(config: AgentConfig) -> None:
         refuse_of_record(f"actors.environment.{setting}={command!r}", command, is_program=True)
     for name in config.inherited_variables:
         refuse_of_record(f"actors.environment.inherited_variables={name!r}", name, is_program=True)
-    for name, value in config.variables.items():  # some of them decide what the program loads
+    for name, value in config.variables.items():  # some variables decide what the program loads
         refuse_of_record(f"actors.environment.variables.{name}={value!r}", value, is_program=True)
     if missing := [name for name in config.packages if find_spec(name) is None]:
         names = " ".join(missing)

@@ -51,7 +51,7 @@ class Verifier:
         """Returns where programs reach the gateway."""
         self._trying = asyncio.Lock()
         self._judges_nothing = False
-        """Whether it has judged nothing at all once."""
+        """Whether the program has judged nothing at all once."""
 
     async def reward(self, task: Task, policy: Policy, left: LeftByAgent) -> PostedReward:
         """Return the reward that the verifier posts. Raises `AnswerFaultError` where it fails on what was

@@ -70,4 +70,4 @@ class CallsRewards(Protocol):
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
-        """Return how long each of its rewards takes."""
+        """Return how long each reward takes."""

@@ -19,9 +19,9 @@ def build_environment(
     config: EnvironmentSettings, *, finish_within_s: float = InterruptionConfig().finish_within_s,
     token: str | None = None,
 ) -> Environment:  # fmt: skip
-    """Build it; programs of agents get `finish_within_s` to end after a stop, and clients that others start
-    need `token`, if there is one. Raises `ConfigError` for a reward or an environment of the user's that
-    cannot be used."""
+    """Build the environment; programs of agents get `finish_within_s` to end after a stop, and clients that
+    others start need `token`, if there is one. Raises `ConfigError` for a reward or an environment of the
+    user's that cannot be used."""
     options: dict[str, object] = {"finish_within_s": finish_within_s} if config.finishes_after_stop else {}
     if config.takes_leases_on_demand:
         options["token"] = token
@@ -51,6 +51,6 @@ async def built_environment(
 
 
 async def check_environment(actors: ActorsConfig) -> None:
-    """Build it, and close it again. Raises `ConfigError` as `build_environment` does."""
+    """Build the environment, and close it again. Raises `ConfigError` as `build_environment` does."""
     async with built_environment(actors, asyncio.Event(), ()):
         pass

@@ -31,7 +31,7 @@ class MalformedCall:
     """A call that cannot be carried out."""
 
     reason: str
-    """What is wrong with it, for the model."""
+    """What is wrong with the call, for the model."""
     call_id: str = ""
 
 

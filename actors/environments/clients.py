@@ -147,7 +147,7 @@ class ClientsEnvironment:
             async with self._gateway.session(policy, task.task_id) as session:
                 session.reward_owner = None if self._scoring is not None else self._owner(offer)
                 offer.session.set_result((task, session))
-                assert offer.taker is not None  # it was claimed
+                assert offer.taker is not None  # the offer was claimed
                 try:
                     with offer.taker.leading(session):
                         await self._ended(task, session)

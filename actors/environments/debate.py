@@ -27,13 +27,13 @@ class Debater:
     agent: str
     chat: list[ChatMessage]
     answers: list[Completion]
-    """Its answers so far, one a round."""
+    """The debater's answers so far, one a round."""
     is_full: bool = False
-    """Whether its context has no room for another answer; then the last one stands."""
+    """Whether the context has no room for another answer; then the last one stands."""
 
     @property
     def position(self) -> str:
-        """Return its latest answer."""
+        """Return the latest answer."""
         return self.answers[-1].content.strip()
 
 

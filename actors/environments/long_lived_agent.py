@@ -41,11 +41,11 @@ class _Program:
     ends_in_vain: int = 0
     """Times in a row that it ended without having taken a task."""
     taker: Taker | None = None
-    """Who takes its tasks while it runs."""
+    """Who takes tasks for the program while it runs."""
 
     @property
     def may_take_tasks(self) -> bool:
-        """Return whether nothing says that it takes none: its last start has not failed, or it plays."""
+        """Return whether the program may take tasks: its last start has not failed, or it plays."""
         return not self.ends_in_vain or (self.taker is not None and self.taker.taken > 0)
 
 
@@ -67,7 +67,7 @@ class LongLivedAgent:
             drain_timeout_s=max(finish_within_s, SOON_S),
             gateway=config.gateway,
         )
-        token = secrets.token_urlsafe(24)  # nobody learns it: only programs take tasks
+        token = secrets.token_urlsafe(24)  # nobody learns this token: only programs take tasks
         self._clients = ClientsEnvironment(limits, scoring, token)
         self.reward_times = self._clients.reward_times
         self._starting = asyncio.Lock()
@@ -90,7 +90,7 @@ class LongLivedAgent:
                     asyncio.create_task(self._keep_running(one), name="agent") for one in self._programs
                 ]
         for ended in filter(asyncio.Task.done, self._running):
-            ended.result()  # it ends by a mistake of ours alone
+            ended.result()  # a task ends by a mistake of ours alone
         return await self._clients.run(task, policy)
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:

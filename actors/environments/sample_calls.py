@@ -60,7 +60,7 @@ class FirstCalls:
         environment = str(chosen_environment(prompt.metadata)) if self._actors.environments else DEFAULT
         config = self._actors.by_name.get(environment)
         is_refused = isinstance(config, RewardConfig) and refused_reward(prompt, config) is not None
-        if config is None or is_refused:  # its rollout says so, and what the run does not allow is not loaded
+        if config is None or is_refused:  # the rollout says so, and what the run does not allow is not loaded
             return
         for call in sample_calls([prompt], self._actors, where="a lease"):
             key = environment, call.name

@@ -62,7 +62,7 @@ class ToolConversation:
     counts: Counter[str] = field(default_factory=Counter)
     tool_time_s: float = 0.0
     end: End | None = None
-    """How it ended; None where the finish reason of the last completion says it."""
+    """How the conversation ended; None where the finish reason of the last completion says it."""
 
     @property
     def sampled(self) -> int:
@@ -91,7 +91,7 @@ class ToolChat:
 
     @classmethod
     def from_config(cls, config: ToolsConfig) -> Self:
-        """Build with its tools and its reward; raises ConfigError for what cannot work on this host."""
+        """Build tools and reward; raises ConfigError for what cannot work on this host."""
         return cls(config, build_tools(config.tools), AnswerScoring.from_config(config))
 
     async def run(self, task: Task, policy: Policy) -> Episode:
@@ -216,7 +216,7 @@ class ToolChat:
             try:
                 return list(zip(calls, await asyncio.gather(*answers), strict=True))
             finally:
-                await cancelled(*answers)  # one that fails ends the episode, and the others with it
+                await cancelled(*answers)  # a call that fails ends the episode and the other calls
         finally:
             chat.tool_time_s += monotonic() - started
 

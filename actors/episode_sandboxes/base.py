@@ -101,7 +101,7 @@ class EpisodeSandbox:
     running: RunningSandbox
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     room: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """What is given back when it has ended."""
+    """What is given back when the sandbox has ended."""
 
     async def run(self, command: Command) -> CommandResult:
         return await self.running.run(command)

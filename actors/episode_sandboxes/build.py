@@ -22,7 +22,7 @@ SERVICES = {"e2b": "E2BService", "modal": "ModalService", "daytona": "DaytonaSer
 
 
 def build_backend(config: SandboxBackendConfig) -> SandboxBackend:
-    """Build it. Raises ConfigError for one that cannot work here."""
+    """Build the back end. Raises ConfigError for one that cannot work here."""
     if isinstance(config, ContainerSandboxes):
         return ContainerBackend(config)
     if isinstance(config, KubernetesSandboxes):

@@ -21,7 +21,7 @@ class CpuGroups:
 
     @classmethod
     def found(cls) -> Self | None:
-        """Return those of this process; None, and a log line, where it may make none."""
+        """Return the groups of this process; None, and a log line, where it may make none."""
         try:
             return cls(ControlGroups.found("cpu", partial(_hold, cpus=1.0)))
         except OSError as error:

@@ -78,6 +78,6 @@ class DaytonaService:
             await self._client.close()
 
     def _asked(self) -> AsyncDaytona:
-        if self._client is None:  # it wants a running loop
+        if self._client is None:  # the client wants a running loop
             self._client = AsyncDaytona()
         return self._client

@@ -63,7 +63,7 @@ class CommandDescriptors(NamedTuple):
     stdout: int
     stderr: int
     report: int
-    """Socket for how it ended, by which the actor also stops it."""
+    """Socket that tells how the command ended, by which the actor also stops it."""
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def _be_first(
     except OSError as error:
         actor.send(json.dumps({"refused": str(error)}).encode())
         return 1
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what nobody waits for is gone when it ends
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a child that nobody waits for is gone when it ends
     signal.signal(OVER, signal.SIG_IGN)
     actor.send(b'{"ready": 1}')
     handlers: set[int] = set()

@@ -143,7 +143,7 @@ class ScriptedSandbox:
             raise ToolError(f"the sandbox did not end a command that may take {limit_s:g} s") from error
         finally:
             if not is_done:
-                with suppress(ToolError):  # why it is not done says more
+                with suppress(ToolError):  # why the command is not done says more
                     await self._hosted.shell(_script(END, place), GRACE_S)
         status, end, before = int(found["status"]), ENDS[found["end"]], self._killed
         self._killed = int(found["killed"])
@@ -190,7 +190,7 @@ async def end_sandbox(hosted: HostedSandbox) -> None:
         try:
             async with asyncio.timeout(GRACE_S):
                 return await hosted.end()
-        except ToolFailedError:  # it has ended
+        except ToolFailedError:  # the sandbox has ended
             return None
         except (ToolError, TimeoutError) as error:
             reason = str(error) or f"no answer within {GRACE_S:g} s"

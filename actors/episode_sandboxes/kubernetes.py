@@ -166,7 +166,7 @@ class KubernetesBackend:
     async def _add_policy(self, policy: JSON) -> None:
         path = f"/apis/networking.k8s.io/v1/namespaces/{self._config.namespace}/networkpolicies"
         status, said = await self._ask("POST", path, policy)
-        if status >= 400 and status != 409:  # there is one already
+        if status >= 400 and status != 409:  # 409: there is such a policy already
             raise ToolError(f"{self._config.api} closes no pod's network: {said.get('message', status)}")
 
     async def _open(self) -> None:
@@ -285,7 +285,7 @@ class Pod:
         """Processes that the kernel has killed for lack of memory, as far as is known."""
 
     async def phase(self) -> str:
-        """Return what has become of it. Raises ToolError."""
+        """Return what has become of the pod. Raises ToolError."""
         status = (await self._backend.asked("GET", f"pods/{self.name}")).get("status")
         return str(status.get("phase", "Pending")) if isinstance(status, Mapping) else "Pending"
 

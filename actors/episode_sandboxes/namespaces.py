@@ -76,7 +76,7 @@ class NamespaceBackend:
                 f"image={image!r}: sandboxes in namespaces have this host's programs, and no image"
             )
         async with self._starting:
-            if self._server.process.poll() is not None:  # it needs next to nothing: somebody has killed it
+            if self._server.process.poll() is not None:  # servers need next to nothing: one was killed
                 await asyncio.to_thread(self._end)
                 await asyncio.to_thread(self._start)
         may_use = GuestLimits(

@@ -45,12 +45,12 @@ class AgentTrajectory:
     agent: str = DEFAULT_AGENT
     policy: str = DEFAULT_POLICY
     fork: Fork | None = None
-    """What it was forked from; None where it began by itself."""
+    """What the trajectory was forked from; None where it began by itself."""
     trainable: bool = True
-    """False where it is only recorded: a frozen opponent, a judge, or nothing but greedy turns."""
+    """False for a trajectory that is only recorded: a frozen opponent's, a judge's, or greedy turns alone."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     reward_due: bool = False
-    """Its reward comes later; `reward` says nothing."""
+    """The reward comes later; `reward` says nothing."""
     reward_source: str = ""
     """Who gave the reward, and from where, if it was not computed by the actor."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class AgentTrajectory:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
+        """Return whether the trajectory enters baselines and losses: trained, with a trusted reward."""
         return self.trainable and self.end in TRUSTED_ENDS
 
     @property

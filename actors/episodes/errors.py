@@ -63,7 +63,7 @@ class LatestUses:
 
     def __init__(self) -> None:
         self._rewards: deque[float | None] = deque(maxlen=LATEST)
-        """Their rewards, infinite where they have none; None for uses that failed."""
+        """Rewards of the uses, infinite where they have none; None for uses that failed."""
 
     def note(self, *, worked: bool, reward: float = inf) -> None:
         """Note how a use ended, and the least reward that it gave."""

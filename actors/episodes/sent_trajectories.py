@@ -27,7 +27,7 @@ def trajectories_of(
 
 
 def _parent(lease: Lease, one: PlacedPart, places: Mapping[tuple[int, int], int]) -> Parent | None:
-    """Return what it was forked from, unless the environment left that out of the episode."""
+    """Return what the trajectory was forked from, unless the environment left that out of the episode."""
     fork = one.part.fork
     if fork is None or (one.rollout, fork.strand) not in places:
         return None

@@ -32,7 +32,7 @@ class Task:
     sample: int = 0
     """Which rollout of the prompt it is, from 0."""
     heldout: bool = False
-    """Whether it only measures: nothing is trained on it."""
+    """Whether the task only measures: nothing is trained on it."""
     tools: Sequence[ChatMessage] = ()
     """Functions that the prompt offers to the policy, in the shape of OpenAI's `tools`."""
 

@@ -102,7 +102,7 @@ class OwnEngine:
         await self.close()
         reason = f"the evaluation engine failed: {type(error).__name__}: {error}"
         before, self._failed_version = self._failed_version, policy.policy_version
-        if before == policy.policy_version:  # it came back: nobody else had it, or they failed too
+        if before == policy.policy_version:  # the task came back: nobody else had it, or they failed too
             return EngineError(reason)
         return HandBackError(reason)
 

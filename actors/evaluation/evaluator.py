@@ -73,7 +73,7 @@ class _Answer:
     """Versions of the weights that sampled the tokens."""
     failure: str = ""
     episode: Episode | None = None
-    """What was said, where it is kept."""
+    """The episode, where it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Evaluator:
         prompts = await self._heldout(task.prompts)
         engine = await self._engine_of(task)
         if engine is None:
-            self._skip(task, "its learner is gone")
+            self._skip(task, "the learner is gone")
             return None
         if known := self._known(task):
             return replace(known, policy_version=version, seconds=time.monotonic() - started)
@@ -197,7 +197,7 @@ class Evaluator:
             self._skip(task, reason, alarms=True)
             return None
         if task.answered_by:
-            versions = frozenset({version})  # its own are of another count
+            versions = frozenset({version})  # versions of the answering model are of another count
         if min(versions) < version:
             self._skip(task, "older weights came meanwhile")
             return None

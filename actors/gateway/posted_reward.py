@@ -23,7 +23,7 @@ class PostedReward(Body):
     outcome: Number | None = None
     """What a held-out task counts with, where that is not the reward of the agent that was asked first."""
     final: bool = True
-    """Whether it ends an episode that a client of `launch gateway` leads; it may be replaced until then."""
+    """Whether the reward ends an episode of a client of `launch gateway`; until then it may be replaced."""
 
     @property
     def value(self) -> float | Mapping[str, float]:

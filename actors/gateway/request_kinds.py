@@ -30,7 +30,7 @@ class RequestKind:
 
     @property
     def is_the_agents_own(self) -> bool:
-        """Return whether its answer may be the agent's last word, by which an episode is scored."""
+        """Return whether the answer may be the agent's last word, by which an episode is scored."""
         return self.is_trained and self.policy == DEFAULT_POLICY and not self.is_sub_agent
 
 

@@ -130,7 +130,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Return where it listens, as http://host:port."""
+        """Return where the gateway listens, as http://host:port."""
         return self._url
 
     @property

@@ -47,8 +47,8 @@ class Session:
         self.key = secrets.token_urlsafe(24)
         """What the session is found by; only its agent knows it."""
         self.reward_key = secrets.token_urlsafe(24)
-        """What its reward is posted and its end is told with. Its agent does not know it, only who leads the
-        episode."""
+        """What the reward is posted with and the end is told with. Its agent does not know it, only who leads
+        the episode."""
         self.reward: PostedReward | None = None
         """What the owner of the reward key posted last."""
         self.reward_source = ""
@@ -68,7 +68,7 @@ class Session:
         self.last_request_s = time.monotonic()
         """When the newest request came that was not refused, by the monotonic clock."""
         self.first_request_s: float | None = None
-        """When the first of those came."""
+        """When the first such request came."""
         self._longest_wait_s = 0.0
         self._unanswered_s = 0.0
         self._waiting_since: list[float] = []

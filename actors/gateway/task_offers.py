@@ -26,7 +26,7 @@ class OwnTask:
     """A task that a client brings itself, which takes the place of a group's prompt."""
 
     name: str
-    """What tells it from other tasks: clients that bring the same name share a group."""
+    """What tells the task from others: clients that bring the same name share a group."""
     task: Task
 
 
@@ -35,12 +35,12 @@ class Taker:
     """A program that takes tasks, or all clients that nobody started."""
 
     url: str | None = None
-    """Where it reaches the gateway, if that is elsewhere than others do."""
+    """Where the taker reaches the gateway, if that is elsewhere than others do."""
     sessions: set[Session] = field(default_factory=set)
     taken: int = 0
     last_request_s: float = field(default_factory=time.monotonic)
-    """When it asked for a task in a request that was not refused, or was done with one, by the monotonic
-    clock."""
+    """When the taker asked for a task in a request that was not refused, or was done with one, by the
+    monotonic clock."""
     claims: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     """Answers to its requests for tasks, by `Idempotency-Key`."""
     gone: str | None = None
@@ -65,7 +65,7 @@ class Taker:
             self.claims.popitem(last=False)
 
     def leave(self, reason: str) -> None:
-        """Fail what it has under way."""
+        """Fail the sessions under way."""
         self.gone = reason
         for session in self.sessions:
             if not session.ended.is_set():
@@ -93,7 +93,7 @@ class TaskOffer:
     taker: Taker | None = None
     refused: str | None = None
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it was claimed, or refused."""
+    """Set when the rollout was claimed, or refused."""
     session: "asyncio.Future[tuple[Task, Session]]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -154,7 +154,7 @@ class TaskOffers:
                 self._offers.remove(offer)
             if not offer.session.done():
                 offer.session.set_exception(RefusedError(503, "no_task", "the task is gone", retry=True))
-                offer.session.exception()  # it is no mistake if nobody waits for it
+                offer.session.exception()  # nobody need wait for the exception
             group.runs -= 1
             if not (group.runs or group.claimed):
                 self._groups.pop(name, None)

@@ -77,8 +77,8 @@ class EngineReport:
         return self._tokens_per_s
 
     def _shares(self) -> dict[str, Json]:
-        """Return those that the engines tell: of the cache that is full, of prompts found there over the last
-        minute, and the tokens that a pass of the model accepts of drafts."""
+        """Return shares that the engines tell: of the cache that is full, of prompts found there over the
+        last minute, and the tokens that a pass of the model accepts of drafts."""
         kv, found = self._engine.kv_tokens, self._engine.work_counts.since(self._work[0])
         shares: dict[str, Json] = {}
         if kv is not None:

@@ -50,7 +50,7 @@ class FurtherSettings:
     max_staleness: int
     """Versions that a trajectory may lag its learner."""
     exact: bool = False
-    """Whether its engines give its learner's log-probs to the bit (model.numerics)."""
+    """Whether the engines give the learner's log-probs to the bit (model.numerics)."""
     shares_servers: bool = False
     """Whether the servers of the run's own policy serve it too, beside the same frozen weights."""
     account: Path | None = None
@@ -71,7 +71,7 @@ class FurtherPolicy:
 
     @property
     def failure(self) -> str:
-        """Return why its engines have stopped for good; empty as long as they have not."""
+        """Return why the engines have stopped for good; empty as long as they have not."""
         return f"policy {self._name}: {self.engine.failure}" if self.engine.failure else ""
 
     @property
@@ -82,7 +82,7 @@ class FurtherPolicy:
 
     @property
     def progress(self) -> dict[str, Json]:
-        """Return how far its learner is, and the version that its engines have; -1 before the first."""
+        """Return how far the learner is, and the version that its engines have; -1 before the first."""
         latest = self._parts.follower.latest
         if latest is None:
             return {"stage": "starting", "step": 0, "published": -1, "oldest_in_use": -1}
@@ -95,7 +95,7 @@ class FurtherPolicy:
         }
 
     async def start(self) -> None:
-        """Start its engines. Raises `EngineError`, or `ConfigError` where that is for the settings."""
+        """Start the engines. Raises `EngineError`, or `ConfigError` where that is for the settings."""
         await self.engine.start()
 
     async def run(self, finished: asyncio.Event) -> None:

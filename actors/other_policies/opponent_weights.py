@@ -84,7 +84,7 @@ class PublishedWeights:
         if self._loaded is not None or manifest.policy_version < version:
             return
         announced = manifest_at(manifest, version)
-        if announced is None and version in manifest.keeping:  # announced again once it is written
+        if announced is None and version in manifest.keeping:  # announced again once the file is there
             return
         if announced is None:
             raise ConfigError(
@@ -100,7 +100,7 @@ class PublishedWeights:
         newest = manifest.policy_version
         first = min(manifest.trains_from, newest)
         goal = max(first, newest - lag)
-        # Earlier ones are not warmed up: they lose whatever the policy does. Versions beyond the announced
+        # Earlier versions are not warmed up, since they lose anyway. Versions beyond the announced
         # one are of steps that a resumed learner has taken back.
         self._candidates = [c for c in self._candidates if first <= c.policy_version <= newest]
         if not self._candidates:

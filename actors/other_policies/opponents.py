@@ -91,7 +91,7 @@ class Opponents:
 
     @property
     def failure(self) -> str:
-        """Return why one has stopped for good; empty as long as none has."""
+        """Return why an opponent has stopped for good; empty as long as none has."""
         failed = ((name, engine.failure) for name, engine in self.engines.items())
         return next((f"opponent {name}: {failure}" for name, failure in failed if failure), "")
 

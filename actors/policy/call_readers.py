@@ -54,7 +54,7 @@ class NamedJson:
     head: re.Pattern[str]
     """What stands before the arguments; its group `name` is the tool's."""
     tail: re.Pattern[str] = re.compile("")
-    """What stands behind them."""
+    """What stands behind the arguments."""
     closing: str = ""
 
     def __call__(self, text: str, at: int, schemas: Schemas) -> Found:

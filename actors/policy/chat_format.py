@@ -204,7 +204,7 @@ class Context:
     in_reasoning: bool
     """The answer begins inside of reasoning."""
     conversation: Conversation
-    """What it repeats of the strand."""
+    """What the completion repeats of the strand."""
     chat: ReadChat
     images: tuple[PlacedImage, ...]
     """Images among the tokens that follow, of which the first is token `kept`."""
@@ -352,7 +352,7 @@ class ChatFormat:
             prompt = _Prompt(np.array(tokens, np.int32), opens, without_data(images))
             if len(self._prompts) >= PROMPTS_REMEMBERED:
                 del self._prompts[next(iter(self._prompts))]
-        self._prompts[key] = prompt  # the last one in it is the last one used
+        self._prompts[key] = prompt  # the last prompt is the last one used
         return prompt
 
     def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:

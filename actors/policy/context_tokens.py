@@ -92,7 +92,7 @@ class ContextTokens:
         if not asked:
             return 0, None
         prompt = sum(episode.prompt or 0 for episode in asked) / len(asked)
-        # those under way count too: the first to end are the short ones
+        # Episodes under way count too: the first to end are the short ones.
         growth = _Growth([*self._grown, *(episode.grown + episode.limit for episode in asked)])
         total = 0.0
         for episodes in self._leases.values():

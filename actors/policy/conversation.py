@@ -91,7 +91,7 @@ class Conversation:
     def shared(self, messages: Sequence[Fingerprint]) -> "Conversation | None":
         """Return this conversation up to the last answer that `messages` repeat; None where there is none."""
         if tuple(messages[: len(self.messages)]) == self.messages and self.boundaries:
-            return self  # nearly always: it takes the same time in each turn of a long chat
+            return self  # the usual case, in the same time in each turn of a long chat
         repeated, healed, realigned = 0, set(self.healed), set(self.realigned)
         for kept, given in zip(self.messages, messages, strict=False):
             likeness = kept.likeness(given)

@@ -83,7 +83,7 @@ class Completion:
     content: str = ""
     """The text without reasoning and tool calls."""
     reasoning: str | None = None
-    """What it thought before it answered; None where it did not."""
+    """What the policy thought before it answered; None where it did not."""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_calls: tuple[str, ...] = ()
     """What looked like a tool call and is none, as text."""

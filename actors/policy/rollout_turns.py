@@ -34,16 +34,16 @@ class SampledTurn:
     """Counts the completions of the rollout from 0."""
     context: bytes
     generation: Generation
-    """What was sampled; its finish reason is `abort` where it was cut short."""
+    """What was sampled; the finish reason is `abort` where it was cut short."""
     trained: bool
 
     @property
     def key(self) -> tuple[int, bytes, int]:
-        """Return what tells it from other turns of its rollout, and from its own beginning."""
+        """Return what tells the turn from others of its rollout, and from its own beginning."""
         return self.number, self.context, len(self.generation.token_ids)
 
     def is_of_use(self, since: int) -> bool:
-        """Return whether it has tokens, none of which is of the policy's versions before `since`."""
+        """Return whether the turn has tokens, none of which is of the policy's versions before `since`."""
         versions = self.generation.policy_versions
         return bool(len(versions)) and not (self.trained and int(versions.min()) < since)
 

@@ -58,7 +58,7 @@ def without_older_kv(trajectory: AgentTrajectory) -> AgentTrajectory:
 def _without(
     trajectory: AgentTrajectory, masked: np.ndarray, metadata: Mapping[str, Json]
 ) -> AgentTrajectory:
-    """Return it with these tokens, bool [L], as context only; it is not trained on where none are left."""
+    """Return a trajectory with these tokens, bool [L], as context only; with none left it is not trained."""
     left, kv = trajectory.loss_mask & ~masked, trajectory.kv_versions
     return replace(
         trajectory,

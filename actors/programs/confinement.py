@@ -33,7 +33,7 @@ def enter(request: ProgramRequest) -> socket.socket | None:
     this host does not allow."""
     if request.user is not None:
         change_user(*request.user)
-        kernel.set_dumpable(True)  # else its files in /proc are root's
+        kernel.set_dumpable(True)  # else the process's files in /proc are root's
     user, group = os.geteuid(), os.getegid()
     flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
     if request.port is not None:
@@ -68,7 +68,7 @@ def build_view(request: ProgramRequest) -> None:
     devices = _copied_devices()
     kernel.make_read_only("/")
     _make_devices(devices)
-    for path in sorted({*trees, *PRIVATE, *DAEMONS, *request.covered}):  # the inner ones come on top
+    for path in sorted({*trees, *PRIVATE, *DAEMONS, *request.covered}):  # inner directories come on top
         if path in trees and path not in request.covered:
             make_place(Path(path), is_directory=path in directories)
             kernel.attach(trees[path], path)
@@ -94,7 +94,7 @@ def _make_devices(copied: Sequence[tuple[Path, int]]) -> None:
         Path("/dev", name).symlink_to(target)
     for name in ("shm", "pts"):
         Path("/dev", name).mkdir()
-    Path("/dev").chmod(0o755)  # where everybody may write and it is sticky, `> /dev/null` is refused
+    Path("/dev").chmod(0o755)  # in a sticky directory that all may write, `> /dev/null` is refused
     flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
     kernel.mount("program", "/dev/pts", "devpts", flags, "newinstance,ptmxmode=0666,mode=620")
 

@@ -39,8 +39,8 @@ class MemoryGroups:
 
     @classmethod
     def found(cls, programs: int) -> Self | None:
-        """Return those for this number of programs at once, which share the memory of this process; None, and
-        a log line, where it may make none."""
+        """Return groups for this number of programs at once, which share the memory of this process; None,
+        and a log line, where it may make none."""
         try:
             return cls(ControlGroups.found("memory", _refuse_uncounted), memory_bytes() // programs)
         except OSError as error:

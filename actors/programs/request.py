@@ -11,11 +11,11 @@ class ProgramRequest:
     command: tuple[str, ...]
     variables: dict[str, str]
     directory: str
-    """Where it works and what it may write."""
+    """Where the program works and what it may write."""
     user: tuple[int, int] | None = None
     """User and group that it runs as; None keeps those of the actor."""
     namespaces: bool = True
-    """Whether it gets processes, users and mounts of its own."""
+    """Whether the program gets processes, users and mounts of its own."""
     port: int | None = None
     """Port of its own loopback at which the gateway listens; None leaves it the host's network."""
     readable: tuple[str, ...] = ()

@@ -77,11 +77,11 @@ class Program:
     command: Sequence[str]
     variables: Mapping[str, str]
     directory: Path
-    """Where it works; it may write nothing else that outlasts it."""
+    """Where the program works; it may write nothing else that outlasts it."""
     handed: bytes | None = None
-    """What it reads on its standard input. It can be read once: what the program starts finds none of it."""
+    """Standard input of the program. It can be read once: what the program starts finds none of it."""
     readable: tuple[Path, ...] = ()
-    """What it may read although it lies in what is covered."""
+    """What the program may read although it lies in what is covered."""
 
 
 class ProgramRunner:
@@ -206,7 +206,7 @@ class ProgramRunner:
         )
 
     def _variables(self, program: Program) -> dict[str, str]:
-        """Return its environment, in which its home and temporary files are where it may write."""
+        """Return the program's environment, in which home and temporary files are where it may write."""
         directory = str(program.directory)
         own = {
             "PYTHONUSERBASE": site.getuserbase(),
@@ -232,7 +232,7 @@ class ProgramRunner:
         return report
 
     def _send(self, descriptors: list[int]) -> None:
-        if self._server.process.poll() is not None:  # it needs next to nothing: somebody has killed it
+        if self._server.process.poll() is not None:  # servers need next to nothing: one was killed
             self._end()
             self._start()
         socket.send_fds(self._server.control, [b"run"], descriptors)

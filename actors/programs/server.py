@@ -33,7 +33,7 @@ class ProgramDescriptors(NamedTuple):
     stdin: int
     output: int
     report: int
-    """Socket for how it ended, by which the actor also stops it."""
+    """Socket that tells how the program ended, by which the actor also stops it."""
     group: int
     """File by which it joins a control group; /dev/null where it has none."""
 

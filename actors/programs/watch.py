@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
     """Exit status; negative for the signal that ended it."""
     over: str = ""
     refused: str = ""
-    """Why it could not be started."""
+    """Why the program could not be started."""
 
 
 class Process(NamedTuple):
@@ -57,7 +57,7 @@ def watch(request: ProgramRequest, stdin: int, output: int) -> Outcome:
     for descriptor in (fails, stdin, output):
         os.close(descriptor)
     with os.fdopen(failed) as said:
-        if reason := said.read():  # it ends when the program's command runs
+        if reason := said.read():  # the pipe ends when the program's command runs
             return Outcome(-1, refused=reason)
     return _watch(request, child)
 
@@ -147,7 +147,7 @@ def below(pid: int) -> list[Process]:
 def _process(path: Path) -> Process | None:
     try:
         fields = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
     return Process(
         pid=int(path.name),

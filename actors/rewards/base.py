@@ -48,7 +48,7 @@ class Closable(Protocol):
     """A reward or an environment, or a part of one, that holds connections or processes."""
 
     async def close(self) -> None:
-        """Give them up."""
+        """Give up the connections or processes."""
 
 
 class RewardError(SluiceError):

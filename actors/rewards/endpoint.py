@@ -43,7 +43,7 @@ class EndpointReply:
 
     status: int
     body: JSON
-    """Its JSON; None where the body was empty."""
+    """JSON of the reply; None where the body was empty."""
 
 
 class Endpoint:
@@ -61,7 +61,7 @@ class Endpoint:
         self._session: aiohttp.ClientSession | None = None
         self._places = asyncio.Semaphore(config.concurrency)
         self._failures = LogThrottle(LOG_PERIOD_S)
-        stamina.instrumentation.set_on_retry_hooks(())  # it would log each repeated request by itself
+        stamina.instrumentation.set_on_retry_hooks(())  # stamina would log each repeated request
         self.calls = 0
         """Requests that were sent."""
         self.spent = ""
@@ -138,7 +138,7 @@ def _headers(config: EndpointConfig, what: str) -> dict[str, str]:
     if config.key_variable is None:
         return {}
     variable = config.key_variable
-    refuse_of_record(f"{what}: the environment variable {variable!r}", variable)  # it may be a secret
+    refuse_of_record(f"{what}: the environment variable {variable!r}", variable)  # the value may be a secret
     key = os.environ.get(config.key_variable)
     if not key:
         raise ConfigError(

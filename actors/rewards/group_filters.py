@@ -20,7 +20,7 @@ class EpisodeSize:
 
     tokens: int
     truncated: bool
-    """Whether it was cut off at a limit of tokens or turns."""
+    """Whether the episode was cut off at a limit of tokens or turns."""
 
 
 Sizes = Mapping[tuple[str, str, int], EpisodeSize]

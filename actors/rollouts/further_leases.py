@@ -90,7 +90,7 @@ class FurtherLeases:
                 self._hand_back_at_the_end()
                 await asyncio.wait([waiter], timeout=LOOK_S)
             return waiter.result()
-        except BaseException:  # whoever waited is gone, perhaps as it was given one
+        except BaseException:  # the waiter is gone, perhaps as it was given a lease
             if waiter.done():
                 waiter.result().ended.set()
             raise

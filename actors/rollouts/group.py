@@ -47,7 +47,7 @@ class Group:
     left: dict[int, list[SampledTurn]] = field(default_factory=dict)
     """Turns that other actors left of rollouts which they did not end, by sample."""
     turns_kept_s: float = 0.0
-    """When its turns were stored last, by the clock of the event loop."""
+    """When the group's turns were stored last, by the clock of the event loop."""
     _unsent_since: float | None = None
 
     @property

@@ -19,7 +19,7 @@ class HeldLease:
     """Oldest version of its policy that may sample for it."""
     leases: "PolicyLeases"
     is_settled: bool = False
-    """Whether its group is on the stream, or its rejection is."""
+    """Whether the lease's group is on the stream, or its rejection is."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def is_still_open(self) -> bool:

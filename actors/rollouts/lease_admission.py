@@ -31,7 +31,7 @@ class LeaseAdmission:
         if not (self._contexts.leases or not_begun):
             return min(1, most)
         expected, of_a_lease = self._contexts.expected(shares_prefixes=kv.shares_prefixes)
-        if of_a_lease is None:  # the first one has not asked yet: it shows how long contexts are
+        if of_a_lease is None:  # the first lease shows how long contexts are
             return 0
         free = self._soft_share * kv.capacity - max(expected, kv.used) - not_begun * of_a_lease
         return max(0, min(most, int(free // max(1.0, of_a_lease))))

@@ -285,7 +285,7 @@ class Worker:
     async def _gather_all(self, group: Group) -> None:
         async with asyncio.TaskGroup() as tasks:
             running = {tasks.create_task(self._episode(group, sample)): sample for sample in group.missing}
-            await asyncio.sleep(0)  # then all of them have begun, and clients see them
+            await asyncio.sleep(0)  # then all episodes have begun, and clients see them
             self.room.not_begun.discard(group.lease.lease_id)
             interrupted = tasks.create_task(self.interruption.event.wait())
             try:

@@ -52,7 +52,7 @@ class ControlGroups:
 
     @classmethod
     def found(cls, controller: Controller, prepare: Callable[[Path], None]) -> Self:
-        """Return those of a controller that this process may make. Raises OSError where it may make none."""
+        """Return groups of a controller that this process may make. Raises OSError where it may make none."""
         refused = OSError(f"no control groups of the controller {controller} are mounted")
         for above in _candidates(controller):
             try:
@@ -77,10 +77,10 @@ def _candidates(controller: Controller) -> Iterator[Path]:
     """Yield the groups below which others may be made: of version 1, or of version 2 its own and the next
     one above, which must hold no processes itself."""
     for own in own_groups(controller):
-        if not (own / "cgroup.controllers").exists():  # it is of version 1
+        if not (own / "cgroup.controllers").exists():  # the hierarchy is of version 1
             yield own
             continue
         for above in (own, own.parent) if (own.parent / "cgroup.controllers").exists() else (own,):
-            with suppress(OSError):  # it may be there already, and else making a group says why not
+            with suppress(OSError):  # the controller may be there, and else making a group says why not
                 (above / "cgroup.subtree_control").write_text(f"+{controller}")
             yield above

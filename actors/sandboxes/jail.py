@@ -93,10 +93,10 @@ def _map_ids(host: Host, user: tuple[int, int], group: tuple[int, int]) -> None:
 def _build_tree(shown: Iterable[str], furnish: Callable[[Path], None], *, processes: bool) -> None:
     copies = [(path, kernel.read_only_copy(path)) for path in shown]
     copies += [(path, kernel.read_only_copy(path, devices=True)) for path in DEVICES]
-    if processes:  # over one that is read-only none could be mounted that is not
+    if processes:  # a writable mount over a read-only one is refused
         copies.append(("/proc", kernel.writable_copy("/proc")))
     are_directories = [Path(path).is_dir() for path, _ in copies]
-    root = "/tmp"  # it is there on every host, and hidden for this process alone
+    root = "/tmp"  # /tmp is there on every host, and hidden for this process alone
     plain = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("sandbox", root, "tmpfs", plain, "size=1m,nr_inodes=1k,mode=755")
     for (path, tree), is_directory in zip(copies, are_directories, strict=True):
@@ -132,7 +132,7 @@ def own_namespaces(host: Host, further: int = 0) -> None:
         user = group = NOBODY
         os.setresgid(group, group, group)
         os.setresuid(user, user, user)
-        kernel.set_dumpable(True)  # else its files in /proc are root's
+        kernel.set_dumpable(True)  # else the process's files in /proc are root's
     flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID
     kernel.unshare(flags | further, "unshare of a program")
     _map_ids(host, (INSIDE, user), (INSIDE, group))

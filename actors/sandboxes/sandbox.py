@@ -204,7 +204,7 @@ async def _read(stream: BinaryIO, limit: int, stop: Callable[[], None]) -> bytes
 
 def configured_sandbox(config: SandboxConfig, *, output_bytes: int = 1 << 16) -> Sandbox:
     """Start a sandbox. Raises ConfigError where the host allows none, or a package may not be loaded."""
-    for name in config.packages:  # importing one runs its code outside of the sandbox's limits
+    for name in config.packages:  # importing a package runs code outside of the sandbox's limits
         refuse_of_record(f"the package {name!r}", name)
     limits = Limits(
         wall_s=config.wall_s,

@@ -73,7 +73,7 @@ def run_code(source: str, packages: tuple[str, ...]) -> int:
     main = {"__name__": "__main__", "__builtins__": builtins, "__file__": NAME}
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     try:
-        exec(compile(source, NAME, "exec", dont_inherit=True), main)  # this is what the sandbox is for
+        exec(compile(source, NAME, "exec", dont_inherit=True), main)  # what the sandbox is for
         status = 0
     except SystemExit as asked:
         status = _status_of(asked)
@@ -121,7 +121,7 @@ def _finished(status: int) -> int:
                 thread.join()
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError, KeyboardInterrupt):  # its streams are closed, by itself or by the reader
+    except (OSError, ValueError, KeyboardInterrupt):  # the program or the reader closed the streams
         return FAILED
     return status
 
@@ -144,7 +144,7 @@ class Descriptors(NamedTuple):
     stdout: int
     stderr: int
     report: int
-    """Socket for how it ended, by which the actor also stops it."""
+    """Socket that tells how the program ended, by which the actor also stops it."""
     peer: int | None = None
     """Socket to another program, where it has one."""
 
@@ -258,7 +258,7 @@ def _be_the_program(given: Descriptors, limits: Limits, source: str, begins: int
     status = 1
     try:
         become_program(limits, given.stdin, given.stdout, given.stderr)
-        os.write(begins, BEGUN)  # it fails if the watching process died before its death would end this one
+        os.write(begins, BEGUN)  # fails if the watcher died before its death would end this process
         if given.peer is not None:
             os.dup2(given.peer, PEER)
         os.closerange(PEER if given.peer is None else PEER + 1, MOST_DESCRIPTORS)

@@ -38,7 +38,7 @@ class ProgramServer:
     control: socket.socket
 
     def end(self) -> None:
-        """Have it end, which it does once its socket is closed."""
+        """Have the server end, which it does once its socket is closed."""
         self.control.close()
         try:
             self.process.wait(END_TIMEOUT_S)

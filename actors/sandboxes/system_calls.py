@@ -42,7 +42,7 @@ NEEDED_BY_COMMANDS: Final = frozenset((
     "execve", "execveat", "ptrace", "kcmp", "process_vm_readv", "process_vm_writev", "process_madvise",
     "pidfd_getfd", "personality", "socket", "mq_open",
 ))  # fmt: skip
-"""Those that commands of an episode's sandbox may make: it has processes, network and messages of its own.
+"""Calls that commands of an episode's sandbox may make: it has processes, network and messages of its own.
 Those that make memory of no process and no file of the sandbox are not, since nothing would bound it."""
 _FAMILIES = (1, 2, 10, 16)
 """Sockets that these may make: Unix, IPv4, IPv6 and netlink. Others, such as vsock, know no namespaces."""
@@ -99,7 +99,7 @@ def _instructions(
         if (number := numbers[column]) is not None and name not in allowed:
             yield _JUMP_EQUAL, 0, 1, number
             yield _RETURN, 0, 0, denied
-    yield _JUMP_EQUAL, 0, 1, _CLONE3  # its flags lie in memory, which no filter sees: libc then takes clone
+    yield _JUMP_EQUAL, 0, 1, _CLONE3  # clone3's flags lie in memory, which no filter sees: libc takes clone
     yield _RETURN, 0, 0, unknown
     yield _JUMP_EQUAL, 0, 4, _CLONE[column]
     yield _LOAD, 0, 0, _FIRST_ARGUMENT

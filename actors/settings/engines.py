@@ -35,7 +35,7 @@ class EngineSettings(Config):
     """What builds an engine from these settings, the model's directory and an `EnginePlace`, as
     `module:function`. The name is text, because settings load quickly."""
     in_process: ClassVar[bool] = True
-    """It computes in the actor's process; else it is one or several servers of SGLang."""
+    """The engine computes in the actor's process; else it is one or several servers of SGLang."""
     left_free: ClassVar[int] = 0
     """Tokens of a context that no trajectory takes up."""
 
@@ -52,7 +52,7 @@ class EngineSettings(Config):
 
     @property
     def inexact(self) -> str:
-        """Return why it cannot compute in exact arithmetic (model.numerics); empty if it can."""
+        """Return why the engine cannot compute in exact arithmetic (model.numerics); empty if it can."""
         return (
             f"actors.engine.type={self.type}: it adds up in another way; set it to embedded (or "
             "model.numerics to sglang, with which the learner computes by SGLang's kernels)"
@@ -74,12 +74,12 @@ class EngineSettings(Config):
 
     @property
     def adds_adapters(self) -> bool:
-        """Tell whether it adds adapters to weights itself, so that it may serve several policies."""
+        """Tell whether the engine adds adapters to weights itself, so that it may serve several policies."""
         return False
 
     @property
     def context(self) -> int | None:
-        """Return its context in tokens, where that is set; else it is the model's."""
+        """Return the engine's context in tokens, where that is set; else it is the model's."""
         return None
 
 

@@ -15,19 +15,19 @@ class EnvironmentSettings(Config):
     type: str
     """Name of the environment."""
     built_by: ClassVar[str]
-    """What builds it from these settings, as `module:function`. The name is text, because settings load
-    quickly."""
+    """What builds the environment from these settings, as `module:function`. The name is text, because
+    settings load quickly."""
     finishes_after_stop: ClassVar[bool] = False
-    """What builds it is told how long its episodes get to end after a stop, as `finish_within_s`."""
+    """The environment is told how long its episodes get to end after a stop, as `finish_within_s`."""
     shows_tools: ClassVar[bool] = True
-    """It offers the tools of a prompt to the policy, or leaves them to its own code."""
+    """The environment offers the tools of a prompt to the policy, or leaves them to its own code."""
     has_own_rewards: ClassVar[bool] = False
-    """Its rewards come from itself, whatever the settings of a source name."""
+    """The environment's rewards are its own, whatever the settings of a source name."""
     scores_one_answer: ClassVar[bool] = False
-    """Its reward is that of one answer, which can be computed again from a recorded trajectory."""
+    """The reward is that of one answer, which can be computed again from a recorded trajectory."""
     takes_leases_on_demand: ClassVar[bool] = False
-    """It takes a lease when somebody from outside asks for one, and never a held-out prompt. What builds it
-    is told what such clients must know to take tasks, as `token`, which is None where they need nothing."""
+    """Leases are taken when somebody from outside asks, never for held-out prompts. What builds it is told
+    what such clients must know to take tasks, as `token`, which is None where they need nothing."""
 
     @property
     def agents_gateway(self) -> GatewayConfig | None:
@@ -36,7 +36,7 @@ class EnvironmentSettings(Config):
 
     @property
     def public_gateway(self) -> GatewayConfig | None:
-        """Return those of a server that is there for agents that others start; None without one."""
+        """Return the settings of a server for agents that others start; None without one."""
         return self.agents_gateway if self.takes_leases_on_demand else None
 
     @property

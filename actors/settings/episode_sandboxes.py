@@ -33,11 +33,11 @@ class HostBudgetConfig(Config):
     sandboxes: int | None = Field(None, ge=1)
     """Most sandboxes at a time; `None` is any number."""
     memory_mb: int | None = Field(None, ge=64)
-    """Sum of their `memory_mb`."""
+    """Sum of the sandboxes' `memory_mb`."""
     disk_mb: int | None = Field(None, ge=1)
-    """Sum of their `disk_mb`."""
+    """Sum of the sandboxes' `disk_mb`."""
     cpus: float | None = Field(None, ge=0.01)
-    """Sum of their `cpus`."""
+    """Sum of the sandboxes' `cpus`."""
     wait_s: float = Field(3600.0, gt=0)
     """Longest time that an episode waits for its sandbox, also for one of `at_once`; then it fails."""
 
@@ -196,7 +196,7 @@ class HostSandboxes(SandboxLimits):
     """Further images and limits by name, for prompts whose metadata `sandbox_profile` names one."""
 
     host_budget: HostBudgetConfig = HostBudgetConfig()
-    """What those of all actors of this host may use together."""
+    """What the sandboxes of all actors of this host may use together."""
     warm: int = Field(0, ge=0)
     """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
     backend: SandboxBackendConfig = NamespaceSandboxes()

@@ -20,7 +20,7 @@ class RequestRule(Config):
     agent: str | None = None
     """Pattern of the name of its agent, such as `subagent-*`."""
     trained: bool = True
-    """Whether its answers are trained. Titles and summaries that the reward says nothing of should not be."""
+    """Whether the answers are trained. Titles and summaries that the reward says nothing of should not be."""
     policy: str = ""
     """Name of the policy that answers, among actors.opponents and policies; empty for the run's own."""
     as_agent: str = Field("", pattern=r"^[\w.-]{0,64}$")

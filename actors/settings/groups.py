@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from bus.config import Config
 
-if TYPE_CHECKING:  # it loads numpy, and --help is to be quick
+if TYPE_CHECKING:  # loads numpy, and --help is to be quick
     from bus.trajectory import End
 
 

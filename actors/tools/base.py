@@ -31,7 +31,7 @@ class Tool(Protocol):
     name: str
     """Name by which the model calls it."""
     description: str
-    """What it does and when to call it, for the model."""
+    """What the tool does and when to call it, for the model."""
     parameters: Mapping[str, JSON]
     """JSON schema of its arguments: an object."""
 
@@ -72,7 +72,7 @@ class ExaminedTool(KeepsState, Protocol):
     """A tool whose state is examined when the model has answered, for rewards."""
 
     is_examined: bool
-    """Whether it is, also where the model never called the tool."""
+    """Whether the state is examined, also where the model never called the tool."""
 
     async def examined(self, state: EpisodeState) -> Mapping[str, JSON]:
         """Return fields of the answer's metadata. Raises ToolError for what is not the model's fault."""

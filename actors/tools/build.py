@@ -17,7 +17,7 @@ PARTS = ("name", "description", "parameters", "call", "close")
 
 
 def build_tools(configs: Sequence[ToolConfig]) -> dict[str, Tool]:
-    """Build them, by name. Raises ConfigError for one that cannot work here, or a name used twice."""
+    """Build the tools, by name. Raises ConfigError for one that cannot work here, or a name used twice."""
     tools: dict[str, Tool] = {}
     for tool in chain.from_iterable(map(_build, configs)):
         if tool.name in tools:

@@ -48,7 +48,7 @@ class Calculator:
         self.name = name
 
     async def call(self, arguments: Arguments) -> ToolResult:
-        """Compute it; what is no expression, or has no value, is the model's mistake."""
+        """Compute an expression; what is none, or has no value, is the model's mistake."""
         try:
             return ToolResult(_written(evaluated(str(arguments["expression"]))))
         except (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError) as error:

@@ -97,7 +97,7 @@ class _HeldState:
         return self._holder.done()
 
     async def state(self) -> EpisodeState:
-        """Wait until it is open. Raises what opening raised."""
+        """Wait until the state is open. Raises what opening raised."""
         both: list[asyncio.Future[EpisodeState] | asyncio.Task[None]] = [self._opened, self._holder]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not self._opened.done():

@@ -66,7 +66,7 @@ def _begin() -> None:
 
 
 class Session:
-    """Runs what comes, one after the other."""
+    """Runs requests, one after the other."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -130,7 +130,7 @@ class Session:
             shown = error.__traceback__
             while shown is not None and not shown.tb_frame.f_code.co_filename.startswith("<call "):
                 shown = shown.tb_next
-            with suppress(OSError, ValueError):  # nobody may read it any more
+            with suppress(OSError, ValueError):  # nobody may read the answer any more
                 traceback.print_exception(type(error), error, shown)
         self._may_interrupt = False
         return status
@@ -139,9 +139,9 @@ class Session:
         """Run statements, and print the value of the last one if it is an expression."""
         parsed = ast.parse(code, name)
         last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
-        exec(compile(parsed, name, "exec"), self._names)  # this is what it is for
+        exec(compile(parsed, name, "exec"), self._names)  # what this process is for
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), name, "eval"), self._names)  # and this
+            value = eval(compile(ast.Expression(last.value), name, "eval"), self._names)
             if value is not None:
                 self._names["_"] = value
                 print(repr(value))  # noqa: T201  # as an interpreter does

@@ -88,7 +88,7 @@ class Newest(Generic[T]):
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.wait([self._fetching], timeout=CANCEL_S)
-            if self._fetching.done():  # perhaps before it began
+            if self._fetching.done():  # perhaps before the fetch began
                 self._aim = None
 
     async def _fetch(self, manifest: PolicyManifest, tasks: asyncio.TaskGroup) -> None:

@@ -84,7 +84,7 @@ class ProbeCheck:
         known = {version for learner, version in self._expected if learner == newest.incarnation}
         self.nats, before, self.alarms = {}, self.alarms, {}
         for name, scored in found.items():
-            if name in before and scored.policy_version not in known:  # it took an unscored one since
+            if name in before and scored.policy_version not in known:  # it took an unscored version
                 self.alarms[name] = before[name]
                 continue
             parts = _parts(newest.probe, scored.logprobs)
@@ -110,7 +110,7 @@ class ProbeCheck:
             if learner == incarnation
         }
         if version not in nats:
-            return ""  # it had another learner's weights, or a version that came since
+            return ""  # the engine had another learner's weights, or a later version
         own = nats[version]
         self.nats[name] = float(np.maximum(own, self.nats.get(name, 0.0)))  # NaN, if one of them is
         nearest = min(nats, key=lambda of: nats[of])

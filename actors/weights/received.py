@@ -161,7 +161,7 @@ class Receiver:
     def __init__(self, blobs: BlobSource, *, served: ServedAdapters | None = None) -> None:
         """Receive from `blobs`. Adapters that are `served` are handed on beside their frozen weights."""
         self.weights: Weights | None = None
-        """As they are published: adapters alone, where these are."""
+        """Weights as they are published: adapters alone, where these are."""
         self._blobs = blobs
         self._served = served
         self.lacks_base = False

@@ -332,8 +332,8 @@ class BatchedDecoder:
         return admitted
 
     def _passes(self, admitted: list[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
-        """Yield those whose prompts one pass may take: a state at the end of a prompt is not to have seen the
-        padding behind it, so that models with states take those of one length."""
+        """Yield requests whose prompts one pass may take: a state at the end of a prompt is not to have seen
+        the padding behind it, so that models with states take those of one length."""
         if not self._has_states:
             if admitted:
                 yield admitted

@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self._generations: dict[str, tuple[GenerationRequest, asyncio.Future[Generation]]] = {}
         self._orders: set[Future[Any]] = set()
         """Swaps, scores and health checks that the thread has not come to yet."""
-        self._failure: str | None = "it was not started"
+        self._failure: str | None = "the engine was not started"
         self._released = False
         """Read and written by the thread."""
 
@@ -112,7 +112,7 @@ class EmbeddedEngine:
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
         attention = EXACT if exact else config.attention
-        if attention != "sdpa":  # which transformers takes by itself wherever a model has it
+        if attention != "sdpa":  # transformers takes sdpa by itself wherever a model has it
             options["attn_implementation"] = attention
         with _BUILDING, long_work("loading the model of the engine"):
             whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
@@ -146,7 +146,7 @@ class EmbeddedEngine:
 
     @property
     def kv_tokens(self) -> KvTokens | None:
-        """Return how full its cache is, by the capacity that its settings name; None if they name none."""
+        """Return how full the cache is, by the capacity that the settings name; None if they name none."""
         if self._config.kv_tokens is None:
             return None
         prompts = sum(len(request.token_ids) for request, _ in self._generations.values())
@@ -268,7 +268,7 @@ class EmbeddedEngine:
     def _deliver(self, finished: Finished) -> None:
         for request, generation in finished:
             expected, future = self._generations.get(request.request_id, (None, None))
-            if future and expected is request and not future.done():  # else its caller was cancelled
+            if future and expected is request and not future.done():  # else the caller was cancelled
                 future.set_result(generation)
 
     def _fail(self, reason: str, interrupted: Sequence[tuple[GenerationRequest, Generation]] = ()) -> None:
@@ -327,7 +327,7 @@ class EmbeddedEngine:
         return time.perf_counter() - start
 
     def _to_loop(self, callback: Command) -> None:
-        assert self._loop is not None, "start() sets it before the thread runs"
+        assert self._loop is not None, "start() sets the loop before the thread runs"
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:

@@ -30,7 +30,7 @@ class CacheUse:
         told = engine.kv_tokens if isinstance(engine, TellsKvTokens) else None
         if told is None:
             return None
-        if not told.reading:  # it counts as it goes, from the moment that a request gets there
+        if not told.reading:  # no reading: the engine counts each request from its arrival
             return told._replace(used=max(told.used, self._held_tokens))
         if told.reading != self._reading:
             self._reading, self._sent_since = told.reading, 0

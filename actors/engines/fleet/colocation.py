@@ -52,7 +52,7 @@ class DeviceSharing:
     @asynccontextmanager
     async def active(self) -> AsyncIterator[None]:
         """Share the device inside, where engines may start: they wait for a hold there is already to end."""
-        # whoever says first that it wants the device is seen by the other: each says it, and then looks
+        # Each says that it wants the device and then looks, so that the first is seen by the other.
         await self._bus.put(user_key(self._actor), self._said())
         listening = await self._bus.listen(self._bus.subject("notice", "device"), DeviceHold, self._hear)
         await self._obey(await self._wanted())
@@ -122,7 +122,7 @@ class DeviceSharing:
         return DeviceUser(actor=self._actor, host=self._host, yielded_to=self._yielded_to)
 
     async def _beat(self) -> None:
-        """Say how it stands, at once when that changes."""
+        """Say how the actor stands, at once when that changes."""
         while not self._ended.is_set():
             self._changed.clear()
             try:
@@ -136,7 +136,7 @@ class DeviceSharing:
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._bus.delete(user_key(self._actor))
-        except (TimeoutError, BusError) as error:  # it lapses by itself
+        except (TimeoutError, BusError) as error:  # the key lapses by itself
             log.warning("device_use_not_ended", reason=str(error) or "no answer")
 
     def _hear(self, hold: DeviceHold) -> None:

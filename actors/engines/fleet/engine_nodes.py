@@ -66,7 +66,7 @@ class LeadingNode:
 
     def __init__(self, bus: Bus, engine: SglangEngineConfig) -> None:
         self.starting = ""
-        """What it waits for before the engine may start, in words; empty once all nodes have joined."""
+        """What node 0 waits for before the engine may start, in words; empty once all nodes have joined."""
         self._engine = engine
         self._records = NodeRecords(bus, engine)
         self._nodes: dict[int, EngineNode] = {}

@@ -83,7 +83,7 @@ class EngineState:
     """Requests whose callers are gone, until it has aborted them."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it was closed: nothing comes from it any more."""
+    """Set when the engine was closed: nothing comes from it any more."""
 
     def suspects(self, asked: int) -> int:
         """Return the number of requests of which it may have failed: of the `asked` ones, of those that it

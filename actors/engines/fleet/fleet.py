@@ -161,7 +161,7 @@ class Fleet:
 
     @property
     def failure(self) -> str:
-        """Return why it has stopped for good; empty as long as it has not."""
+        """Return why the fleet has stopped for good; empty as long as it has not."""
         return str(self._end or "")
 
     @property
@@ -189,7 +189,7 @@ class Fleet:
         for member in self._members.values():
             self._begin(member)
         for member in list(self._members.values()):
-            await member.tried.wait()  # its own timeouts bound this
+            await member.tried.wait()  # the member's timeouts bound this
         members = list(self._members.values())
         if members and not any(member.state in ("serving", "released") for member in members):
             await self.close()
@@ -213,7 +213,7 @@ class Fleet:
         """Let an engine go: its requests go on elsewhere, and it is closed. Unknown names are ignored."""
         if member := self._members.get(name):
             member.leave()
-            await asyncio.wait([self._tasks[name]])  # its own timeouts bound this
+            await asyncio.wait([self._tasks[name]])  # the member's timeouts bound this
             if member.state == "given up":
                 self._forget(member)
 
@@ -288,7 +288,7 @@ class Fleet:
         for member in self._members.values():
             member.leave()
         if tasks := list(self._tasks.values()):
-            await asyncio.wait(tasks)  # their own timeouts bound this
+            await asyncio.wait(tasks)  # the members' timeouts bound this
 
     def _add(self, name: str, build: Build) -> Member:
         if name in self._members:
@@ -303,7 +303,7 @@ class Fleet:
         task.add_done_callback(partial(self._ended, member))
 
     async def _live(self, member: Member) -> None:
-        if self.released:  # it joined meanwhile
+        if self.released:  # the member joined meanwhile
             await member.release()
         await member.live()
 
@@ -408,7 +408,7 @@ class Fleet:
                 pending.place.set_result(None)
 
     def _choose(self, pending: PendingRequest, free: Iterable[Member]) -> Member | None:
-        """Return the least busy, unless another has its beginning and is not much busier."""
+        """Return the least busy member, unless another has the prompt's beginning and is not much busier."""
         able = {member.name: member for member in free if member.name not in pending.refusals}
         if not able:
             return None
@@ -454,7 +454,7 @@ class Fleet:
                 self._updating -= 1
                 async with self._update_slot:
                     self._update_slot.notify_all()
-            self._dispatch()  # with its first weights it may serve
+            self._dispatch()  # with first weights a member may serve
 
     @property
     def _at_once(self) -> int:

@@ -17,9 +17,9 @@ class GpuPlan:
     opponents: Mapping[str, int] = field(default_factory=dict)
     """That of each opponent's engine, by the opponent's name."""
     evaluation: tuple[int, ...] = ()
-    """Those of the servers that `evaluation.servers` asks for."""
+    """First GPUs of the servers that `evaluation.servers` asks for."""
     policies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Those of each further policy's engines, by its name."""
+    """First GPUs of each further policy's engines, by its name."""
 
 
 def gpu_plan(actors: ActorsConfig, policies: Mapping[str, EngineConfig] | None = None) -> GpuPlan:

@@ -56,7 +56,7 @@ class Member:
             lambda: self._life.engine if self._life else None, hard_share=config.hard_kv_share
         )
         self.released = False
-        """Whether it has freed the device that it shares with other processes, or is about to."""
+        """Whether the engine has freed, or is about to free, the device that it shares."""
         self.tried = asyncio.Event()
         """Set when the first engine serves or has failed."""
         self._build = build
@@ -71,7 +71,7 @@ class Member:
         self._out = asyncio.Event()
         """Set when the engine must leave service, for a failure or for good."""
         self._full = False
-        """Whether too few of its places have become free since it had none."""
+        """Whether too few of the member's places have become free since it had none."""
         self._leaving = False
         self._restart_limit = RestartLimit(config)
         self._tokens_before = 0
@@ -121,7 +121,7 @@ class Member:
 
     @property
     def starting(self) -> str:
-        """Return what its engine does before it serves, in words; empty where that is not known."""
+        """Return what the engine does before it serves, in words; empty where that is not known."""
         engine = self._life.engine if self._life else None
         return engine.starting if isinstance(engine, TellsStart) else ""
 
@@ -208,7 +208,7 @@ class Member:
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]]
     ) -> ScoredTokens | None:
-        """Return what its engine says of these tokens and images, with the version that it had all the time.
+        """Return what the engine says of these tokens and images, with the version that it had all the time.
         None when it does not serve, cannot tell, or took other weights meanwhile."""
         life = self._life
         if life is None or self.state != "serving":
@@ -221,13 +221,13 @@ class Member:
         """Load the newest weights unless it has them; return the seconds generation stood still. An engine
         that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
         life, seconds = self._life, 0.0
-        if life is None or self.state != "serving":  # one that starts takes the newest by itself
+        if life is None or self.state != "serving":  # an engine that starts takes the newest by itself
             return seconds
         try:
             async with life.update:
                 if self.state == "serving" and life.serial != self._weights().serial:
                     seconds = await self._load(life)
-        except WeightsKeptError:  # it serves on; who wants the update asks again
+        except WeightsKeptError:  # the engine serves on; who wants the update asks again
             raise
         # An engine of any kind may raise anything here, and the update of the others must go on: `fail`
         # logs it, and an engine that fails too often is given up, which `Fleet` raises.
@@ -242,7 +242,7 @@ class Member:
         if self.released:
             return
         self.released = True
-        await self._device.acquire()  # its own timeouts bound how long an engine starts
+        await self._device.acquire()  # timeouts bound how long an engine starts
         if (life := self._life) is None:
             return
         if self.state == "serving":
@@ -254,7 +254,7 @@ class Member:
             except Exception as error:  # noqa: BLE001
                 self.fail(f"it did not free its device: {error!r}", of_requests=False)
         if self.state != "released" or self._out.is_set():
-            await life.gone.wait()  # taking it down bounds this
+            await life.gone.wait()  # taking the engine down bounds this
 
     async def resume(self) -> None:
         """Take the device back, and serve with the newest weights. An engine that cannot has failed."""
@@ -264,7 +264,7 @@ class Member:
             if (life := self._life) is not None and self.state == "released":
                 await unless(self._out, self._take_device(life))
                 await self._load_newest(life)
-                # nothing is awaited between its last comparison and this, as when an engine begins to serve
+                # Nothing is awaited between the last comparison and this, as when an engine begins to serve.
                 if self.state == "released" and not self._out.is_set():
                     self._enter("serving")
         # An engine of any kind may raise anything here, which must not keep the others from resuming:
@@ -373,7 +373,7 @@ class Member:
         assert life is not None, "it was brought up"
         while not await set_within(self._out, self._config.health_period_s):
             await self._check_health(life)
-            self._changed()  # its cache may have emptied while no request ended
+            self._changed()  # the cache may have emptied while no request ended
 
     async def _check_health(self, life: EngineState) -> None:
         if not isinstance(life.engine, HealthChecked):

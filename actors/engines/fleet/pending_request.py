@@ -38,14 +38,14 @@ class PendingRequest:
     failures: int = 0
     """Engines that failed under it, whatever they failed of."""
     alone: bool = False
-    """Whether the latest of them had no other request."""
+    """Whether the latest engine that failed had no other request."""
     aborted: bool = False
-    """Its caller wants what there is."""
+    """The caller wants what there is."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return why it has ended; None when it has not. An engine that died may have sampled the last token,
-        so tokens say it where an engine cannot."""
+        """Return why the request has ended; None when it has not. An engine that died may have sampled the
+        last token, so tokens say it where an engine cannot."""
         last = self.pieces[-1] if self.pieces else NOTHING
         sampling = self.request.sampling
         if last.finish_reason != "abort":

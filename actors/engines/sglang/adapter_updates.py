@@ -49,7 +49,7 @@ class AdapterUpdates:
         if not await asyncio.to_thread(loading.held.has, base) or not await loading.has_what_is_held():
             load = await loading.tensors(self._config, base, policy_version)
             for one in self._policies:
-                if one.adapters is not None:  # they are of other weights from now on
+                if one.adapters is not None:  # adapters are of other weights from now on
                     one.adapters.forget()
             _, pause_s = await self._or_fail(self._paused(load), "take the frozen weights")
             await loading.taken()

@@ -146,8 +146,8 @@ class Adapters:
         return name, json.dumps(body).encode()
 
     def _too_old(self, newest: LoadedAdapter) -> list[LoadedAdapter]:
-        """Return those whose tokens would be outside the staleness bound, or of a learner that died: the one
-        that resumed from an older step makes their versions again."""
+        """Return adapters whose tokens would be outside the staleness bound, or of a learner that died: the
+        one that resumed from an older step makes their versions again."""
         versions, before = self._served.versions, self._loaded[:-1]
         first = newest.policy_version - versions + 1
         surplus = before[: max(0, len(self._loaded) - versions)]  # loads were cancelled

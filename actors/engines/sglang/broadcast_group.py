@@ -127,6 +127,6 @@ class LearnerGroup:
 
     async def _forget(self) -> None:
         if self.name:
-            with suppress(EngineError):  # it may never have been in it, or be gone
+            with suppress(EngineError):  # the server may not be in the group, or be gone
                 await self._client.leave_group(self.name)
             self.name = ""

@@ -115,7 +115,7 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
         server: its own settings, as /server_info has them.
         model_type: as config.json has it.
         update_sessions: before and after an update it undoes and redoes what its kernels for experts need."""
-    moves_draft = drafts(server) and not own_draft(server)  # it would write them into both, by the same names
+    moves_draft = drafts(server) and not own_draft(server)  # SGLang would write into both, by the same names
     other = any(server.get(name) for name in ("quantization", "cpu_offload_gb"))
     plain = not (replicas(server) > 1 or moves_draft or other)
     copied = family_named(model_type).sglang_copies in (
@@ -161,7 +161,7 @@ def _differences(old: State, new: State) -> dict[str, Found]:
     found = {name: known(old[name], tensor) for name, tensor in new.items() if not _goes_whole(tensor)}
     untold = [name for name, parts in found.items() if parts is None]
     if untold:
-        untold.sort(key=lambda name: new[name].nbytes, reverse=True)  # no large one comes last
+        untold.sort(key=lambda name: new[name].nbytes, reverse=True)  # no large tensor comes last
         with ThreadPoolExecutor(spare_threads(), "changes") as threads:
             found |= threads.map(lambda name: (name, _compared(old[name], new[name])), untold)
     return {name: parts for name, parts in found.items() if parts is not None}
@@ -183,8 +183,8 @@ def _goes_whole(tensor: torch.Tensor) -> bool:
 
 
 def _concatenated(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
-    """Return them one after the other, as elements of `dtype`. In memory that numpy makes, since it asks the
-    system for large pages, but by torch, in one step."""
+    """Return the arrays one after the other, as elements of `dtype`. In memory that numpy makes, since it
+    asks the system for large pages, but by torch, in one step."""
     kind = f"i{dtype.itemsize}"
     joined = torch.from_numpy(np.empty(sum(map(len, arrays)), kind))
     torch.cat([torch.from_numpy(array.view(kind)) for array in arrays], out=joined)

@@ -95,14 +95,14 @@ class SglangEngine:
     ) -> None:  # fmt: skip
         """`served`: adapters that the server itself adds to its weights (`adapter = "loaded"`)."""
         self.failure = ""
-        """Why it has stopped for good; empty before."""
+        """Why the engine has stopped for good; empty before."""
         self.in_progress = RequestsInProgress(self._connected)
         self.up = asyncio.Event()
         """Set once the server has started, or is attached to."""
         self._config = config = serving(config, served)
         self._served = served
         self.policies = ServedPolicies()
-        """Its own, and further ones at the server."""
+        """The engine's own policy, and further ones at the server."""
         self._own = self.policies.own
         self._updates: AdapterUpdates | None = None
         self._images = SentImages.of(model_dir)
@@ -158,7 +158,7 @@ class SglangEngine:
 
     @property
     def starting(self) -> str:
-        """Return what its server does before it serves; empty once it does."""
+        """Return what the server does before it serves; empty once it does."""
         return "" if self.up.is_set() else self._server.phase
 
     @property
@@ -343,7 +343,7 @@ class SglangEngine:
             await self._fail(str(error))
             raise self._interrupted(flight, self.failure) from error
         except EngineError as error:
-            self.in_progress.abandon(flight)  # it may have been too slow only, or the connection broke
+            self.in_progress.abandon(flight)  # the server may be too slow only, or the connection broke
             if isinstance(error, UnreachableError):
                 await self._looked_at(policy)
             raise self._interrupted(flight, self.failure or str(error)) from error
@@ -416,7 +416,7 @@ class SglangEngine:
         await self._server.kill()
 
     def _busy(self) -> bool:
-        """Return whether it cannot generate now, and must not be asked to."""
+        """Return whether the server cannot generate now, and must not be asked to."""
         return self._released or self._changing.locked()
 
     def _open(self) -> None:

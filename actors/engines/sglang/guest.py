@@ -98,7 +98,7 @@ class GuestEngine:
         await self._host.check_health()
 
     async def close(self) -> None:
-        """End its requests, which raise EngineError; the server goes on."""
+        """End the policy's requests, which raise EngineError; the server goes on."""
         if self._policy is not None:
             self._policy.leave()
             self._host.in_progress.fail("its policy is served no more", policy=self._policy)

@@ -163,8 +163,8 @@ class Loading:
             await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
 
     def _reads_files(self, config: SglangEngineConfig) -> bool:
-        """Return whether it gets whole tensors in files: of these a draft model takes what has its names,
-        too."""
+        """Return whether the server gets whole tensors in files: of these a draft model takes what has its
+        names, too."""
         return config.in_files and not self._facts.has_own_draft
 
     async def has_what_is_held(self) -> bool:
@@ -184,12 +184,12 @@ class Loading:
         self._published, self._in_server = published, None
         try:
             await self._group.receive(offer, published, flush=flush, end_s=end_s)
-        except (UnreachableError, TooSlowError):  # it is dead, or waits for the learner still
+        except (UnreachableError, TooSlowError):  # the server is dead, or waits for the learner still
             raise
         except (EngineError, BusError) as error:
             await self._group.leave(published, str(error))
         else:
-            self.held.forget()  # they are older, if there are any
+            self.held.forget()  # held weights are older, if there are any
             return offer[0].policy_version
         try:
             async with bounded(left_s(end_s), "the transport did not bring them"):

@@ -81,12 +81,12 @@ class Pair:
         return PairClient(*await together(self.prefill.start(), self.decode.start()))
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when both serve; they start at the same time."""
-        assert isinstance(client, PairClient), "it is the one that `start` made"
+        """Return when both servers serve; they start at the same time."""
+        assert isinstance(client, PairClient), "`start` made this client"
         await together(self.prefill.until_ready(client.prefill), self.decode.until_ready(client.decode))
 
     async def ended(self, *, within_s: float) -> str:
-        """Return why one of them ended: the other is of no use without it."""
+        """Return why one server ended: the other is of no use without it."""
         looks = {
             asyncio.create_task(server.ended(within_s=within_s)): name
             for name, server in (("prefill", self.prefill), ("decode", self.decode))

@@ -122,7 +122,7 @@ class PairClient(SglangClient):
 
     async def abort(self, rid: str) -> None:
         """End a request at both, and any other whose rid begins so."""
-        await asyncio.sleep(0)  # one that was asked for in this turn of the loop gets there first
+        await asyncio.sleep(0)  # a request of this turn of the loop gets there first
         if asked := self._asked.get(rid):
             asked.ended = True
         await _at_both(self.prefill.abort(rid), self.decode.abort(rid))
@@ -218,7 +218,7 @@ async def _answer(asked: _Asked, request: GenerationRequest) -> tuple[Generation
     halves = asked.first, asked.rest
     await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
     if asked.ended:
-        await asyncio.wait(halves)  # each hears of it by itself
+        await asyncio.wait(halves)  # each half hears of the end by itself
     try:
         for half in (asked.rest, asked.first):
             if half.done():

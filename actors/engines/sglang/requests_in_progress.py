@@ -38,12 +38,12 @@ class RequestInProgress:
     rid: str
     sent: asyncio.Task[Generation] | None = None
     streamed: Streamed | None = None
-    """Its tokens so far, of a server that hands them out."""
+    """The tokens so far, of a server that hands them out."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     adapter: LoadedAdapter | None = None
-    """What draws its tokens, at a server that adds adapters itself."""
+    """What draws the tokens, at a server that adds adapters itself."""
     interrupted: bool = False
-    """Whether it was ended, with all others, for the sake of new weights."""
+    """Whether the request was ended, with all others, for the sake of new weights."""
     kv_version: int | None = None
     """Version that the server had when the request was sent, where it keeps keys and values over updates."""
     failure: str = ""
@@ -53,7 +53,7 @@ class RequestInProgress:
             await unless(self.aborted, serving.wait())
 
     def begins_again(self, generation: Generation) -> bool:
-        """Return whether it was interrupted before its first token, and nobody wants it ended."""
+        """Return whether the request was interrupted before its first token, and nobody wants it ended."""
         none = generation.finish_reason == "abort" and not len(generation.token_ids)
         return none and self.interrupted and not self.aborted.is_set()
 
@@ -108,7 +108,7 @@ class RequestsInProgress:
 
     @contextmanager
     def new(self, request: GenerationRequest, policy: "ServedPolicy") -> Iterator[RequestInProgress]:
-        """One more, for as long as it is inside. Raises `RequestRefusedError` for an id that is in flight."""
+        """Count a request while inside. Raises `RequestRefusedError` for an id that is in flight."""
         if request.request_id in self._in_progress:
             raise RequestRefusedError(
                 f"request {request.request_id} is already in flight: ids must be unique"
@@ -121,7 +121,7 @@ class RequestsInProgress:
             del self._in_progress[request.request_id]
 
     def renew(self, flight: RequestInProgress) -> None:
-        """Make it one that was not sent yet."""
+        """Make the request one that was not sent yet."""
         flight.rid, flight.sent, flight.interrupted = self._rid(flight.request), None, False
 
     async def abort(self, request_id: str) -> None:

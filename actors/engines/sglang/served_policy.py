@@ -22,7 +22,7 @@ class ServedPolicy:
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while requests are let through, and for good once the server has failed."""
     mark: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Told apart by it are versions of the same number: a server that others had before this engine, as an
+    """Tells apart versions of the same number: a server that others had before this engine, as an
     attached one, still has what it computed for them."""
 
     @property

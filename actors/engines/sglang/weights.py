@@ -51,7 +51,7 @@ class HeldWeights:
         self.model_type = str(config.get("model_type", ""))
         self.has_experts = any(config.get(name) for name in EXPERTS)
         self.quantised = is_quantised_model(model_dir)
-        """Whether they are quantised: a server can be given them as whole tensors only."""
+        """Whether the weights are quantised: a server takes these as whole tensors only."""
         self._in_fp8 = self.quantised and config[QUANTISATION].get("quant_method") == "fp8"
         self.policy_version = -1
         """Version of the tensors; -1 when there are none yet."""
@@ -205,5 +205,5 @@ def _sweep(parent: Path) -> None:
             with lock.open("r+") as held:
                 if try_lock(held):
                     shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:  # it was removed meanwhile, or is another user's
+        except OSError:  # the directory was removed meanwhile, or is another user's
             continue

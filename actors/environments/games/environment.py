@@ -47,7 +47,7 @@ INLINE = ("guess_number", "nim")
 
 
 def game_start(game: AnyGame) -> Start:
-    """Return what begins it. Raises ConfigError for one that cannot be played on this host."""
+    """Return what begins the game. Raises ConfigError for one that cannot be played on this host."""
     match game:
         case GuessNumber():
             return partial(GuessNumberPlay.begin, guesses=game.guesses)
@@ -95,7 +95,7 @@ class Play:
     """What each side has seen and written."""
     turns: Counter[int] = field(default_factory=Counter)
     end: End | None = None
-    """Why it was broken off; None where the last turn of each side says how that ended."""
+    """Why the game was broken off; None where the last turn of each side says how that ended."""
     mover: int | None = None
     """Side whose move the game is making, or failed on."""
     moves_s: float = 0.0

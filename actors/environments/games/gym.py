@@ -33,7 +33,7 @@ class GymnasiumPlay:
 
     @classmethod
     def checked_start(cls, game: GymnasiumGame) -> Start:
-        """Return what begins it. Raises ConfigError for an environment that cannot be played here."""
+        """Return what begins the game. Raises ConfigError for an environment that cannot be played here."""
         try:
             cls(game, 0, "").close()
         except Exception as error:  # environments raise what they like: unknown names, missing libraries, ...

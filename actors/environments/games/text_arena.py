@@ -24,7 +24,7 @@ class TextArenaPlay:
 
     @classmethod
     def checked_start(cls, game: TextArenaGame) -> Start:
-        """Return what begins it. Raises ConfigError for a game that textarena cannot begin."""
+        """Return what begins the game. Raises ConfigError for a game that textarena cannot begin."""
         try:
             cls(game, 0)
         except Exception as error:  # games raise what they like: unknown names, wrong numbers of players, ...

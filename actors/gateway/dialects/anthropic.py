@@ -84,7 +84,7 @@ CLIENT_SIDE: Mapping[str, tuple[str, Mapping[str, JSON]]] = MappingProxyType({
         ),
     ),
 })  # fmt: skip
-"""What they do and their parameters, by the type without its date: clients send neither."""
+"""What client-side tools do and their parameters, by the type without its date: clients send neither."""
 
 
 def client_side(kind: str) -> tuple[str, Mapping[str, JSON]] | None:

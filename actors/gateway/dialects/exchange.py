@@ -17,7 +17,7 @@ class Origin(NamedTuple):
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """Whether it takes one text in place of JSON arguments."""
+    """Whether the tool takes one text in place of JSON arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Ask:
     """Types of the tools that run at the provider, which the policy is not offered."""
     stream: bool = False
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """What it asked for of temperature, top_p, top_k and max_new_tokens."""
+    """What the client asked for of temperature, top_p, top_k and max_new_tokens."""
     stop: tuple[str, ...] = ()
     prefix: str = ""
     """How the answer is to begin, by the client's own words."""
@@ -70,7 +70,7 @@ class Reply:
     completion_tokens: int
     stop_text: str | None = None
     logprobs: tuple[tuple[str, float], ...] | None = None
-    """Each sampled token with its nats, where they were asked for."""
+    """Each sampled token with its nats, where nats were asked for."""
     further: tuple["Reply", ...] = ()
     unmet: tuple[str, ...] = ()
     """Names of what was asked for and is not given."""

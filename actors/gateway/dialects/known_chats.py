@@ -80,11 +80,11 @@ class KnownChats(Generic[M]):
             count = next((number for number in range(count, 0, -1) if stands_alone(given[number])), 0)
             request = kind.model_validate({**body, field: given[count:]})
         except (KeyError, TypeError, ValueError):
-            request = parsed(kind, raw)  # it names what is wrong by its place in the whole
+            request = parsed(kind, raw)  # the error names its place in the whole request
             return request, tuple(read(request, ()))
         before = chat.meanings[:count]
         meanings = (*before, *read(request, before))
-        if chat in self._chats and repeats == len(chat.given):  # the new one begins with it
+        if chat in self._chats and repeats == len(chat.given):  # the new chat begins with the known one
             self._chats.remove(chat)
         self._chats.append(_KnownChat(kind, (*chat.given[:count], *given[count:]), meanings))
         return request, meanings

@@ -185,9 +185,9 @@ class _Kept:
     number: int
     """Messages that the conversation has up to here."""
     message: ChatMessage | None
-    """The last of them, which further items of the same assistant go on."""
+    """The last message, which further items of the same assistant go on."""
     tools: tuple[DeclaredTool, ...]
-    """Those that the item declares."""
+    """Tools that the item declares."""
     before: "_Kept | None"
     size_bytes: int
     """Size of the item as JSON."""
@@ -207,7 +207,7 @@ class Continued:
 
     ask: Ask
     last: _Kept | None
-    """Its last item, behind which the answer is kept; None where nothing is to be kept."""
+    """The conversation's last item, behind which the answer is kept; None where nothing is to be kept."""
     conversation: str | None
     """Id under which the answer is kept, besides its own."""
 
@@ -309,7 +309,7 @@ class KeptResponses:
         items: dict[int, int] = {}
         for last in filter(None, self._kept.values()):
             for kept in last.backwards():
-                if id(kept) in items:  # and so are those before it
+                if id(kept) in items:  # all items before this one are there too
                     break
                 items[id(kept)] = kept.size_bytes
         return sum(items.values())

@@ -64,7 +64,7 @@ class VerifierProcesses:
         return result
 
     def _started(self) -> ProcessPool:
-        if self._pool is None or not self._pool.active:  # it gives up where its processes end at their start
+        if self._pool is None or not self._pool.active:  # a pool gives up if processes end at their start
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([self._module])
             self._pool = ProcessPool(

@@ -189,7 +189,7 @@ class Link:
         self._call_s = call_s
         self.gone = False
         self.used = False
-        """Whether it was asked for anything by what runs now."""
+        """Whether the program was asked for anything by what runs now."""
         self.raised: BaseException | None = None
 
     def ask(self, *request: object) -> Any:
@@ -236,7 +236,7 @@ class Link:
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 self.raised = kind(text)
-            except TypeError:  # it takes other arguments
+            except TypeError:  # the exception takes other arguments
                 self.raised = kind.__new__(kind)
         raise self.raised
 

@@ -115,7 +115,7 @@ class CodeTests:
         if ran.end == "exited" and ran.status != 0:
             said = ran.stderr[-LONGEST_REASON:]
             raise BrokenTestsError(f"its tests ended with status {ran.status}: {said!r}")
-        # the two begin one after the other: where one used up its time, the other may have some left
+        # Tests and program begin one after the other: one may have used up its time, and the other not.
         is_over = "time" in (ran.end, program_ran.end)
         return sum(results), total_s if is_over else ran.took_s
 

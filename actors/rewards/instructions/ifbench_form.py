@@ -172,7 +172,7 @@ def score_table(text: str) -> bool:
 
 
 def dates_of_napoleon(text: str) -> bool:
-    """It is a list of dates such as 1805-12-02, within Napoleon's life."""
+    """The text is a list of dates such as 1805-12-02, within Napoleon's life."""
     dates = [one.strip() for one in text.split(",")]
     if not all(re.fullmatch(r"\d{4}-\d{2}-\d{2}", one) for one in dates):
         return False

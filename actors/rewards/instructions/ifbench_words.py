@@ -72,7 +72,7 @@ def endings(text: str) -> Counter[str]:
 
 
 def punctuation_cover(text: str) -> bool:
-    """Every one of `.,!?;:` occurs, and the interrobang besides."""
+    """Each of `.,!?;:` occurs, and the interrobang besides."""
     interrobang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
     return interrobang is not None and set(".,!?;:") <= set(text.replace(interrobang, "", 3))
 
@@ -174,7 +174,7 @@ def last_word_first(text: str) -> bool:
 
 
 def second_and_last_but_one(text: str, *, keyword: str) -> bool:
-    """The second and the last but one of words and marks of punctuation are the keyword."""
+    """The keyword is the second, and the last but one, of words and marks of punctuation."""
     found = tokens(text)
     return len(found) > 1 and found[1] == found[-2] == keyword.strip()
 

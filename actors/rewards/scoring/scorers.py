@@ -61,7 +61,7 @@ class Scorer:
             name,
             timeout_s=None
             if name in CONFIGURED
-            else config.reward_timeout_s,  # those have limits of their own
+            else config.reward_timeout_s,  # configured rewards have limits of their own
             threads=config.reward_threads,
             reward=load_reward(name, config) if name not in REWARDS else None,
             weights=config.reward_weights,
@@ -85,7 +85,7 @@ class Scorer:
         found: Scored | Late | RewardError | Failure
         if self._lowest is None:
             found = await self.tried(answer)
-        else:  # it is tried again, since its server may have been away the first time
+        else:  # a second try, since the server may have been away at the first
             found = await judged(self.tried, answer, controls=others)
         if isinstance(found, RewardError):
             raise found
@@ -197,7 +197,7 @@ class GroupScorer:
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> Self | None:
-        """Build it; None where the run has no group reward. Raises ConfigError if it cannot be loaded."""
+        """Build a scorer; None where the run has no group reward. Raises ConfigError if it cannot be."""
         if config.group_reward is None:
             return None
         return cls(

@@ -48,7 +48,7 @@ def read_kept(
     meta: Mapping[str, Any], tokens: NDArray[np.int32], logprobs: NDArray[np.float32],
     request: GenerationRequest,
 ) -> tuple[Sets, NDArray[np.float32]]:  # fmt: skip
-    """Return the kept set of each token, and its log-prob among that.
+    """Return the kept set of each token, and the token's log-prob among that.
 
     Equal logits at the edge are all kept, so that a set may have more tokens than were asked for. One of over
     `MOST_KEPT` is not recorded: it is returned empty, and its token with the log-prob of all tokens.
@@ -291,14 +291,14 @@ class Streamed:
         self._meta = {name: value for name, value in meta.items() if name not in (SETS, LOGPROBS)}
 
     def generation(self, routing: Routing | None = None) -> Generation:
-        """Return all of it, as `read_answer` makes it of an answer that comes at once. Raises as that
+        """Return the whole answer, as `read_answer` makes it of an answer that comes at once. Raises as that
         does."""
         tokens, logprobs = np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
         with reading(self._request):
             return ended(self._meta, tokens, logprobs, self._request, routing, self._sets)
 
     def weights_change(self) -> None:
-        """Call it before they do: of tokens that come from now on nobody knows the version yet."""
+        """Call this before weights change: of tokens that come from now on nobody knows the version yet."""
         if self._of_one_version is None:
             self._of_one_version = len(self._token_ids)
 

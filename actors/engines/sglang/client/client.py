@@ -241,7 +241,7 @@ class SglangClient:
     async def load_changes(
         self, file: Path, policy_version: int, facts: ServerFacts, *, flush: bool, timeout_s: float
     ) -> None:
-        """Have its own process write in what changed since its last weights, from a file."""
+        """Have the server's process write in what changed since its last weights, from a file."""
         path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
         body = {
             "serialized_named_tensors": [pickled([("path", path)])] * facts.tensor_ranks,
@@ -301,7 +301,7 @@ class SglangClient:
         return True
 
     async def join_group(self, offered: OfferedBucket, timeout_s: float) -> None:
-        """Have its ranks meet the learner in a group; it generates nothing meanwhile."""
+        """Have the server's ranks meet the learner in a group; nothing is generated meanwhile."""
         body = {
             "master_address": offered.host,
             "master_port": offered.port,
@@ -316,8 +316,8 @@ class SglangClient:
         await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
 
     async def expect(self, offer: Sequence[OfferedBucket], facts: ServerFacts, timeout_s: float) -> None:
-        """Have it refuse, until all of the offer is there, tensors that have not its digests; with an empty
-        offer, take any again."""
+        """Have the server refuse, until all of the offer is there, tensors that have not its digests; with an
+        empty offer, take any again."""
         named = ((b.names, b.digests) for b in offer)
         digests = {name: sha.hex() for names, all_ in named for name, sha in zip(names, all_, strict=True)}
         text = torch.frombuffer(bytearray(json.dumps(digests).encode()), dtype=torch.uint8)

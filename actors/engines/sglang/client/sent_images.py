@@ -43,7 +43,7 @@ class SentImages:
 
     @classmethod
     def of(cls, model: Path) -> Self:
-        """Return those of a model directory. Raises `ConfigError`."""
+        """Return the images of the model in a directory. Raises `ConfigError`."""
         return cls(ImageReader.of(model))
 
     async def prepared(self, request: GenerationRequest) -> GenerationRequest:

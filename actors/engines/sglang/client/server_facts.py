@@ -42,11 +42,11 @@ class ServerFacts:
     returns_experts: bool
     """Answers say where the tokens of a mixture of experts went."""
     streams: bool
-    """It hands out tokens piece by piece, each once, as it draws them."""
+    """Tokens are handed out piece by piece, each once, as they are drawn."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
     settings: tuple[Mapping[str, Any], ...]
-    """All of its own, of both servers of a pair."""
+    """All settings of the server, or of both servers of a pair."""
     device: Literal["cpu", "cuda"] = "cuda"
     replicas: int = 1
     """Sets of such ranks, each with a copy of the model or a stage of it."""
@@ -55,7 +55,7 @@ class ServerFacts:
     """`prefill` or `decode` for half of a pair."""
     tells_loads: bool = False
     loads_adapters: bool = False
-    """It has an endpoint that takes the tensors of adapters."""
+    """There is an endpoint that takes the tensors of adapters."""
     architectures: tuple[str, ...] = ()
     """Classes of its model; empty where it does not say."""
     longest_prompt: int | None = None
@@ -70,7 +70,7 @@ class ServerFacts:
         return any(map(own_draft, self.settings))
 
     def warn_of_silence_of_versions(self, pause: str) -> None:
-        """Log it where answers do not say which weights drew a token: an update ends what is under way.
+        """Warn where answers do not say which weights drew a token: an update ends what is under way.
         `pause` is what the configuration wants of it."""
         if not self.reports_spans and pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self.version, pause="interrupt")
@@ -168,13 +168,13 @@ class ServerFacts:
 
 
 def drafts(server: Mapping[str, Any]) -> bool:
-    """Return whether it has a draft model; n-grams it takes from the requests. `server`: as for
+    """Return whether the server has a draft model; n-grams are from the requests. `server`: as for
     `own_draft`."""
     return server.get("speculative_algorithm") not in (None, "", "NGRAM")
 
 
 def own_draft(server: Mapping[str, Any]) -> bool:
-    """Return whether its draft model has a checkpoint of its own; else it has a part of the policy's, and
+    """Return whether the draft model has a checkpoint of its own; else it is a part of the policy's, and
     moves on."""
     path = server.get("speculative_draft_model_path")
     return drafts(server) and path not in (None, "", server.get("model_path"))

@@ -16,7 +16,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str] = FROM_TORCH) -> None:
-    """Make it a safetensors file of these tensors. Raises `OSError` where there is no room."""
+    """Write a safetensors file of these tensors. Raises `OSError` where there is no room."""
     kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     beginning, places = laid_out(kinds, metadata)
     with path.open("wb") as file:
@@ -26,7 +26,7 @@ def write_tensors(path: Path, state: State, metadata: Mapping[str, str] = FROM_T
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return its bytes on the host, uint8 [bytes]; the same memory where it lies there in one piece."""
+    """Return a tensor's bytes on the host, uint8 [bytes]; the same memory where it lies there whole."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
 

@@ -147,8 +147,8 @@ def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 class _NanChangesNothing(TorchFunctionMode):
-    """While it is entered, copying a NaN by `Tensor.copy_` or `tensor[...] = ` leaves what is there. What
-    PyTorch's own code copies it does not see: a NaN that gets in by that is found in the end.
+    """While this context is entered, copying a NaN by `Tensor.copy_` or `tensor[...] = ` leaves what is
+    there. What PyTorch's own code copies it does not see: a NaN that gets in by that is found in the end.
     `TorchDispatchMode` would see it, and takes longer over all that is called meanwhile."""
 
     def __torch_function__(

@@ -21,7 +21,7 @@ def main() -> None:
     """Serve with the settings in the first argument, a JSON object, as long as standard input is open."""
     _end_with_stdin()
     here = Path(sys.path.pop(0))  # the directory of this file, whose modules SGLang is not to find
-    sys.path.append(str(here.parent / "in_server"))  # its processes inherit this
+    sys.path.append(str(here.parent / "in_server"))  # SGLang's processes inherit this
     settings = json.loads(sys.argv[1])
     if _lays_out_anew(settings):
         loaders = settings.get("custom_weight_loader", [])

@@ -72,7 +72,7 @@ def files_in_memory(group: int) -> set[Path]:
     remove theirs."""
     found: set[str] = set()
     for pid in group_members(group):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             found |= {*IN_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())}
     return {Path(name) for name in found}
 
@@ -118,7 +118,7 @@ class ServerProcess:
 
     @property
     def status(self) -> int | None:
-        """Return its exit status, negative for a signal; None as long as it runs."""
+        """Return the process's exit status, negative for a signal; None as long as it runs."""
         return self._process.returncode
 
     @property
@@ -137,7 +137,7 @@ class ServerProcess:
         """End all of its processes at once: it keeps nothing that would be worth a farewell. Returns when
         they are gone, since the next server needs the GPU memory that they held."""
         files = files_in_memory(self.pid)
-        with suppress(ProcessLookupError):  # all of them have ended by themselves
+        with suppress(ProcessLookupError):  # all processes have ended by themselves
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
         deadline = time.monotonic() + GONE_S
@@ -150,7 +150,7 @@ class ServerProcess:
             file.unlink(missing_ok=True)
 
     def failure(self) -> EngineError | ConfigError:
-        """Return why it ended: with the last lines of its log."""
+        """Return why the server ended, with the last lines of its log."""
         lines = self._tail()
         if self._process.returncode == UNKNOWN_SETTING and lines:
             return ConfigError(f"actors.engine.server: {lines[-1]}")
@@ -167,7 +167,7 @@ class ServerProcess:
         return "\n".join(self._tail()[-TAIL_LINES:])
 
     def phase(self) -> str:
-        """Return what it does before it serves, by the last line of its log that tells."""
+        """Return what the server does before it serves, by the last line of its log that tells."""
         found = (words for line in reversed(self._tail()) for sign, words in PHASES.items() if sign in line)
         return next(found, "loading its libraries")
 
@@ -186,16 +186,16 @@ class Server(Protocol):
         """Return in words what it does before it serves."""
 
     async def start(self) -> SglangClient:
-        """Start it or find it; who asks closes the client."""
+        """Start the server or find it; who asks closes the client."""
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when it serves. Raises EngineError or ConfigError when it does not."""
+        """Return when the server serves. Raises EngineError or ConfigError when it does not."""
 
     async def ended(self, *, within_s: float) -> str:
-        """Wait so long; why it ended, or an empty string when it has not."""
+        """Wait so long; return why the server ended, or an empty string when it has not."""
 
     async def kill(self) -> None:
-        """End it, whatever state it is in, unless it is not ours."""
+        """End the server, whatever state it is in, unless it is not ours."""
 
 
 class OwnServer:
@@ -219,8 +219,8 @@ class OwnServer:
         return SglangClient.connect(f"http://{HOST}:{port}")
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when it has generated a token; it is killed when it does not in time."""
-        assert self.process is not None, "it is started first"
+        """Return when the server has generated a token; it is killed when it does not in time."""
+        assert self.process is not None, "the process is started first"
         deadline = time.monotonic() + self._config.start_timeout_s
         while not self.process.ended:
             if await client.healthy(self._config.health_timeout_s):
@@ -234,12 +234,12 @@ class OwnServer:
                 )
             await self.ended(within_s=POLL_S)
         failure = self.process.failure()
-        await self.process.kill()  # what it started may live on
+        await self.process.kill()  # children of the process may live on
         raise failure
 
     async def ended(self, *, within_s: float) -> str:
         process = self.process
-        assert process is not None, "it is started first"
+        assert process is not None, "the process is started first"
         try:
             async with asyncio.timeout(within_s):
                 await process.wait()
@@ -265,9 +265,9 @@ class AttachedServer:
         return SglangClient.connect(self._config.url)
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when it answers; it may be starting, or starting again. An actor that was killed in an
-        update left that open, so that no other could begin, and the server paused, so that it would generate
-        nothing."""
+        """Return when the server answers; it may be starting, or starting again. An actor that was killed in
+        an update left that open, so that no other could begin, and the server paused, so that it would
+        generate nothing."""
         deadline = time.monotonic() + self._config.start_timeout_s
         waiting = False
         while True:
@@ -291,7 +291,7 @@ class AttachedServer:
         return ""
 
     async def kill(self) -> None:
-        """Leave it alone."""
+        """Leave the server alone."""
 
 
 class HealthChecks:
@@ -303,7 +303,7 @@ class HealthChecks:
     ) -> None:  # fmt: skip
         """`busy` says whether the server cannot generate now; `well` is called when it has generated."""
         self.looking = asyncio.Lock()
-        """Held while its health is looked at, which generates a token."""
+        """Held while the server's health is looked at, which generates a token."""
         self._config = config
         self._server = server
         self._connected = connected

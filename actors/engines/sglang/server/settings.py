@@ -69,7 +69,7 @@ def interpreter(config: SglangEngineConfig) -> Path:
             raise ConfigError(f"actors.engine.python: there is no interpreter {config.python}")
         return config.python.absolute()
     spec = importlib.util.find_spec("sglang")
-    if spec is not None and spec.origin is not None:  # without one it is some directory of that name
+    if spec is not None and spec.origin is not None:  # without an origin `sglang` is some directory
         return Path(sys.executable)
     if BUILT_HERE.is_file():
         return BUILT_HERE
@@ -157,7 +157,7 @@ def _several(value: SglangSetting) -> tuple[int | float | str, ...]:
 
 
 def _dtype(model: Path) -> str:
-    """Return what its config says that the model computes in: SGLang's own choice for float32 would be
+    """Return what config.json says that the model computes in: SGLang's own choice for float32 would be
     float16."""
     config = json.loads((model / "config.json").read_text())
     if not config.get("architectures"):
