@@ -39,7 +39,7 @@ from storage.weights.quantisation import FORMATS, refuse_unsuitable
 
 
 def _fsdp() -> Callable[..., Backend]:
-    from learner.backends.fsdp.trainer import FsdpTrainer  # it imports internals of transformers
+    from learner.backends.fsdp.trainer import FsdpTrainer  # imports internals of transformers
 
     return FsdpTrainer
 
@@ -101,7 +101,7 @@ def refuse_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
 def refuse_state_directory(learner: LearnerConfig) -> None:
     """Raise `ConfigError` for a directory that takes no optimizer state: the warm-up may have none there."""
     if learner.optimizer.offload_directory is not None:
-        StateFile(learner.optimizer.offload_directory, 1)  # gone when nobody has it
+        StateFile(learner.optimizer.offload_directory, 1)  # the file is gone when nobody has it
 
 
 def refuse_optimizers(

@@ -50,7 +50,7 @@ def _name_supervised(root: Path) -> None:
     """Name a checkpoint of the supervised stage by its step. Earlier builds named all of them by step 0,
     which counts as newer than the steps that follow in that stage."""
     first = checkpoints.directory(root, 0)
-    with suppress(SluiceError):  # what is wrong with it is told when its turn comes
+    with suppress(SluiceError):  # an unreadable checkpoint is told when its turn comes
         saved = read_manifest(first)["extra"]
         if saved.get("stage") == "warmup":
             checkpoints.replace(first, checkpoints.directory(root, checkpoint_step(saved)))

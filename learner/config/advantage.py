@@ -13,11 +13,11 @@ class AdvantageEstimator(Choice):
     """Base of the advantage estimators (learner/algorithms/advantages/step_advantages.py)."""
 
     whitens: ClassVar[bool] = False
-    """Its advantages have mean 0 and variance 1 over the step already."""
+    """The advantages have mean 0 and variance 1 over the step already."""
     needs_critic: ClassVar[bool] = False
-    """It goes by what a critic predicts."""
+    """The estimate goes by what a critic predicts."""
     takes_negative_rewards: ClassVar[bool] = True
-    """It is defined for rewards below 0."""
+    """The estimate is defined for rewards below 0."""
 
     @property
     def reward_parts(self) -> Collection[str] | None:

@@ -17,7 +17,7 @@ class Aggregation(Choice):
     weighs_alike: ClassVar[bool] = False
     """Every trained token of the step has weight 1, so that no stream is needed."""
     by_episode: ClassVar[bool] = False
-    """Its function gets the numbers of episodes in place of those of prompts."""
+    """The function gets the numbers of episodes in place of those of prompts."""
 
 
 class AutoAggregation(Config):

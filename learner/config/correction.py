@@ -31,12 +31,12 @@ class Correction(Choice):
 
     @property
     def may_reject(self) -> bool:
-        """Tell whether it may leave tokens out, besides weighing them."""
+        """Tell whether the correction may leave tokens out, besides weighing them."""
         return True
 
     @property
     def is_whole_ratio(self) -> bool:
-        """Tell whether it weighs tokens by the whole importance ratio, without a cap."""
+        """Tell whether tokens are weighed by the whole importance ratio, without a cap."""
         return False
 
 
@@ -134,7 +134,7 @@ class Rejection(Choice):
     picks: ClassVar[Picking | None] = None
     """Tokens that are left out, where they are picked over a whole update."""
     whole_ratio: ClassVar[bool] = False
-    """Its paper weighs what is kept by the whole importance ratio, without a cap."""
+    """The paper weighs what is kept by the whole importance ratio, without a cap."""
     aggregation: ClassVar[Aggregation | None] = None
     """The aggregation of its paper, if that is part of what the name stands for."""
     paper: ClassVar[str] = ""

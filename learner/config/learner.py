@@ -76,7 +76,7 @@ class LearnerConfig(Config):
     """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
     count in the denominators of the aggregation."""
     rejections: dict[str, RejectionConfig] = Field(default_factory=dict)
-    """Further ones by names of your own: a token is trained on where all of them keep it."""
+    """Further rejections by names of your own: a token is trained on where all of them keep it."""
     aggregation: AggregationConfig = AutoAggregation()
     """Sets how the losses of tokens become one number. `auto` is that of the loss's paper: `sequence_mean`
     for `gspo`, `gmpo` and `sapo`, `constant` with `tokens = 1` for `topr` and `regression`. Beside
@@ -109,7 +109,7 @@ class LearnerConfig(Config):
     critic: CriticConfig = NO_CRITIC
     """Model that predicts rewards, where `learner.advantage.type` is `gae`."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
-    """Further ones by names of your own, each for some sources of prompts or for all of them."""
+    """Further teachers by names of your own, each for some sources of prompts or for all of them."""
     lora: LoraConfig = NO_LORA
     """Low-rank adapters that are trained instead of the weights, where `rank` is above 0."""
     mtp: MtpConfig = NO_MTP
@@ -175,12 +175,12 @@ class LearnerConfig(Config):
 
     @property
     def served_teachers(self) -> dict[str, TeacherConfig]:
-        """Return those of `used_teachers` that are asked over HTTP."""
+        """Return the teachers of `used_teachers` that are asked over HTTP."""
         return {tag: teacher for tag, teacher in self.used_teachers.items() if teacher.url is not None}
 
     @property
     def unseeing_teachers(self) -> str | None:
-        """Return what is wrong with these where prompts show images; None where there are none of them."""
+        """Return what is wrong with served teachers where prompts show images; None where none is served."""
         if not (tags := self.served_teachers):
             return None
         named = ", ".join("learner." + tag.replace("teacher.", "teachers.") for tag in tags)

@@ -18,7 +18,7 @@ class LossFacts:
     corrected, and sees whole sequences."""
 
     own_ratio: bool = False
-    """It weighs by the ratio to the policy that sampled, or wants no weight, which leaves no correction."""
+    """The loss weighs by the ratio to the policy that sampled, or wants no weight: no correction is left."""
     by_sequence: bool = True
     """The loss of a token depends on other tokens of its sequence."""
     zero_without_advantage: bool = False
@@ -33,13 +33,13 @@ class LossFacts:
     picks: Picking | None = None
     """Tokens that the loss treats apart, if there are such."""
     of_samples: bool = True
-    """Its tokens were sampled by a policy, whose log-probs the current ones are compared with."""
+    """The tokens were sampled by a policy, whose log-probs the current ones are compared with."""
     of_pairs: bool = False
-    """It compares two answers to a prompt, of which the first is preferred."""
+    """The loss compares two answers to a prompt, of which the first is preferred."""
     to_reference: bool = False
-    """It compares the policy with the weights that the run begins with."""
+    """The loss compares the policy with the weights that the run begins with."""
     of_scores: bool = False
-    """It is of a model that gives an answer one number, after its last token, in place of log-probs."""
+    """The model gives an answer one number, after its last token, in place of log-probs."""
 
 
 OF_SEQUENCES = LossFacts(own_ratio=True, zero_without_advantage=True)
@@ -54,7 +54,7 @@ class Loss(Choice):
     what to log: sums [], or which tokens are counted [N]."""
 
     stated: ClassVar[LossFacts] = LossFacts()
-    """What is true of it under all settings."""
+    """What is true of the loss under all settings."""
 
     @property
     def facts(self) -> LossFacts:
@@ -96,7 +96,7 @@ class PPOClipLoss(Loss):
 
     @property
     def facts(self) -> LossFacts:
-        """Return what is true of it: with a proximal centre its ratio is not to the policy that sampled."""
+        """Return facts of the loss: with a proximal centre its ratio is not to the policy that sampled."""
         if self.centre == "behaviour":
             return replace(self.stated, own_ratio=True)
         return replace(self.stated, proximal=self.proximal)
@@ -261,7 +261,7 @@ class ClipCovLoss(Loss):
     lowest_covariance: float = 1.0
     """Tokens are picked at random among those whose covariance is above this."""
     highest_covariance: float = 5.0
-    """They are picked among those whose covariance is below this."""
+    """Tokens are picked among those whose covariance is below this."""
 
     @model_validator(mode="after")
     def _range_is_not_empty(self) -> Self:

@@ -53,7 +53,7 @@ class Heads:
     """Says how many there are, and where that is said."""
     is_one: bool
     own_embedding: bool
-    """Says that they have an embedding that is not the model's."""
+    """Says that the heads have an embedding that is not the model's."""
     lost: str = ""
     """Begins the names of their weights where files have none of these; empty where some are there, or nobody
     knows."""

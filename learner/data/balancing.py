@@ -88,7 +88,7 @@ class GroupWork:
     def of(
         cls, samples: int, tokens: int, computed: int, budget: int, images: ImageCount = NO_IMAGES
     ) -> Self:
-        """Find it from the group's tokens.
+        """Find the work from the group's tokens.
 
         Args:
             samples: trajectories of the group.

@@ -202,7 +202,7 @@ class Demonstrations:
 @dataclass(frozen=True)
 class _Chat:
     parts: Sequence[tuple[str, bool]]
-    """Its texts in order, and whether each is an answer, which its end follows."""
+    """Texts of the chat in order, and whether each is an answer, which its end follows."""
     images: Sequence[PlacedImage]
     """Images of its first part."""
 

@@ -41,9 +41,9 @@ class Outcome(NamedTuple):
     tokens: int
     """Number of its trained tokens."""
     is_too_long: bool
-    """Says whether it ended at the limit of its tokens."""
+    """Says whether the trajectory ended at the limit of its tokens."""
     advantage: float
-    """Mean over its trained tokens."""
+    """Mean over the trained tokens."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, advantages: NDArray[np.float64]) -> "Outcome":
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Those of all trained trajectories of a step, in any order."""
+    """Outcomes of all trained trajectories of a step, in any order."""
 
     each: Sequence[Outcome] = ()
     spreads: Sequence[float] = ()

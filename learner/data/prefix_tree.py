@@ -26,7 +26,7 @@ class PrefixSegment(NamedTuple):
     """Tokens that follow each other in every sequence that has the first of them."""
 
     number: int
-    """Its number in depth-first order, each segment before those that follow it."""
+    """The segment's number in depth-first order, each segment before those that follow it."""
     length: int
 
 
@@ -54,7 +54,7 @@ class PrefixTree:
         return replace(self, source=to_device(self.source, device), computed=to_device(self.computed, device))
 
     def share(self, held: tuple[range, ...]) -> Self:
-        """Return what of it a rank computes that holds these tokens; those of others are numbered -1."""
+        """Return the tree of a rank that computes these tokens; those of other ranks are numbered -1."""
         rows = torch.cat([torch.arange(each.start, each.stop) for each in held])
         number = torch.full_like(self.source, -1)
         number[rows] = torch.arange(len(rows))

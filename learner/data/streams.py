@@ -26,8 +26,8 @@ class Stream:
     """Entry i concerns token i and is used where that token is predicted, one position earlier; otherwise
     entry i concerns position i itself."""
     recorded: bool = True
-    """It is part of the batch's digest; what a pass computes is not, since its last bits depend on how ranks
-    share the model."""
+    """The stream is part of the batch's digest; what a pass computes is not, since its last bits depend on
+    how ranks share the model."""
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
@@ -58,7 +58,7 @@ STREAMS = {
     "forward_kl_coefs": Stream(recorded=False),  # weight of KL(teacher || policy) over the teacher's top k
     "following_tokens": Stream(dtype=torch.int64, fill=-1, recorded=False),  # behind the label, for MTP heads
     "values": Stream(fill=np.nan, recorded=False),  # of the state before the token, by the critic
-    "value_targets": Stream(fill=np.nan, recorded=False),  # what they should be; NaN where none is learned
+    "value_targets": Stream(fill=np.nan, recorded=False),  # what values should be; NaN where none is learned
 }
 
 
@@ -83,7 +83,7 @@ def _packed(
         if isinstance(values, np.ndarray):
             if len(values) != length:
                 raise ValueError(f"stream {name!r} has {len(values)} values for a sample of {length} tokens")
-            target[:] = values[1:] if stream.shifted else values  # it may lie in a file mapped for reading
+            target[:] = values[1:] if stream.shifted else values  # memory may be a file mapped for reading
         else:
             target[:] = values
         start += length

@@ -24,13 +24,13 @@ class TopTokens:
 
     @classmethod
     def none(cls, tokens: int, count: int) -> "TopTokens":
-        """Return those of so many tokens of which none is taught."""
+        """Return entries for so many tokens of which none is taught."""
         return cls(
             np.full((tokens, count), NO_TOKEN, np.int32), np.full((tokens, count + 1), -np.inf, np.float32)
         )
 
     def widened(self, count: int) -> "TopTokens":
-        """Return them with room for `count` tokens each, at least as many as there are."""
+        """Return these with room for `count` tokens each, at least as many as there are."""
         missing = count - self.token_ids.shape[1]
         return TopTokens(
             np.pad(self.token_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN),

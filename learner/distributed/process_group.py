@@ -65,7 +65,7 @@ class Peers:
     """The ranks of the world that were given the same number as this one, of which the first acts for all."""
 
     def __init__(self, number: int, timeout_s: float) -> None:
-        """Find them. Every rank calls this; `timeout_s` bounds each collective of theirs."""
+        """Find the ranks. Every rank calls this; `timeout_s` bounds each collective of theirs."""
         numbers = gathered(number)
         members = [[rank for rank, n in enumerate(numbers) if n == each] for each in sorted(set(numbers))]
         self._first = numbers.index(number)

@@ -54,9 +54,9 @@ class ShadowSettings:
 
     name: str
     learner: LearnerSettings
-    """Its own objective and its own files."""
+    """The shadow's own objective and its own files."""
     metrics: Path
-    """Says where its numbers are written as JSON lines."""
+    """Says where the shadow's numbers are written as JSON lines."""
     from_checkpoint: Path | None = None
     """A learner's checkpoint to begin from, instead of the initial model."""
 
@@ -145,7 +145,7 @@ class Shadow:
     # --- what the learner does ---
 
     async def _learner_is_there(self) -> bool:
-        """Wait for its first version: then the model's files are whole, should they be the same."""
+        """Wait for the learner's first version: then the model's files are whole, should they be the same."""
         while (given := await self._asked(1)) is not None:
             if given.stage:
                 return True
@@ -265,7 +265,7 @@ class Shadow:
             self.progress = ShadowProgress.from_json(read_extra(own))
         else:
             self.progress = _progress_at(start)
-        self._backend = None  # the one before, if there is one, goes first
+        self._backend = None  # a backend from before goes first
         self._backend = restore_alone(
             settings, self._initial, start, self.progress, stopped=self._stop.is_set
         )

@@ -61,8 +61,8 @@ def page_bytes(size_bytes: int) -> int:
 
 
 def lock_pages(memory: np.ndarray) -> None:
-    """Lock it for as long as it lives; the device must be done with it then. Raises `TrainingError` when the
-    system does not let so much be locked."""
+    """Lock the memory for as long as it lives; the device must be done with it then. Raises `TrainingError`
+    when the system does not let so much be locked."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if error != CUDA_SUCCESS:

@@ -72,7 +72,7 @@ class Initial:
     demonstrations: Demonstrations | None
     """Says what the warm-up trains on, if the run has one."""
     heldout_demonstrations: Demonstrations | None = None
-    """Those whose loss is measured beside."""
+    """Demonstrations whose loss is measured beside."""
     images: ImageReader | None = None
     """Images of a vision-language model."""
     whole: WholeModel | None = None

@@ -113,7 +113,7 @@ def _other_sizes(found: PretrainedConfig, wanted: PretrainedConfig) -> Iterator[
 
 def build_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) -> Path:
     """Write config, random weights (drawn from `seed`) and tokenizer into `directory`; returns it."""
-    # These take a second to load, which a learner that goes on has no use for.
+    # The imports take a second, which a learner that goes on has no use for.
     from transformers import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 
     sees = sizes.vision.layers > 0

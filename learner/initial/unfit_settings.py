@@ -56,8 +56,8 @@ def refuse_before_start(settings: LearnerSettings, initial: Initial) -> None:
 
 
 def critic_source(settings: LearnerSettings, initial: Initial) -> CriticSource | None:
-    """Return it; None for a run without a critic. Raises `ConfigError` for a directory whose model has other
-    tokens than the policy or a shorter context."""
+    """Return where the critic comes from; None for a run without a critic. Raises `ConfigError` for a
+    directory whose model has other tokens than the policy or a shorter context."""
     config = settings.learner.critic
     if not settings.learner.has_critic:
         return None

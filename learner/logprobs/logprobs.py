@@ -92,7 +92,7 @@ def _by_sample(packs: Packs, values_of: Sequence[Tensor], read: Callable[[Tensor
 
 
 def _top_tokens(values: Tensor, count: int) -> TopTokens:
-    """Shift by one: position t holds the prediction of token t + 1, and NaN where it is not trained."""
+    """Shift by one: position t holds the prediction of token t + 1, and NaN where that is not trained."""
     first = torch.full((len(values), 1), torch.nan)
     by_token = torch.cat((first, values[:, :-1]), dim=1).numpy().T
     ids, logprobs = by_token[:, :count], by_token[:, count:]

@@ -22,7 +22,7 @@ the sum of the others, which come in float32."""
 Entry: TypeAlias = tuple[float | None, int, str | None]
 """A log-prob in nats, None for NaN and where there is none; the token; its text, if that was asked for."""
 Entries: TypeAlias = Sequence[Entry]
-"""One for each token of a request from its `logprob_start_len` on."""
+"""An entry for each token of a request from its `logprob_start_len` on."""
 Tops: TypeAlias = Sequence[Sequence[Entry] | None]
 """The likeliest tokens in place of each of these; empty where they were not asked for."""
 

@@ -48,9 +48,9 @@ class ServerModel(BaseModel):
     name: str
     """Path or name under which it was loaded."""
     generates: bool
-    """It gives log-probs of tokens; a reward or embedding model does not."""
+    """The server gives log-probs of tokens; a reward or embedding model does not."""
     knows_texts: bool
-    """It has a tokenizer."""
+    """The server has a tokenizer."""
     longest: int | None
     """Most tokens that it takes in one request; None where it does not say."""
 
@@ -66,7 +66,7 @@ class TeacherServer:
         self._places = asyncio.Semaphore(config.concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._logged_s = float("-inf")
-        stamina.instrumentation.set_on_retry_hooks(())  # it would log each repeated request by itself
+        stamina.instrumentation.set_on_retry_hooks(())  # stamina would log each repeated request
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -82,7 +82,7 @@ class TeacherServer:
             await self._session.close()
 
     async def model(self) -> ServerModel:
-        """Return what it says of its model. Raises as `scored` does."""
+        """Return what the server says of its model. Raises as `scored` does."""
         model = await self._answer("/model_info", None, _Model.model_validate_json)
         server = await self._answer("/server_info", None, _Server.model_validate_json)
         return ServerModel(

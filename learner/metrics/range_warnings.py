@@ -59,7 +59,7 @@ MEANINGS = {
     "selection/reward_shift": "what is trained on has another mean reward than what is sampled: see in "
     "launch status which groups are rejected, and look at actors.group_filter",
 }
-"""What it means that a figure is out of its range, and what to do."""
+"""What a figure out of its range means, and what to do."""
 
 
 def ranges(config: DiagnosticsConfig) -> dict[str, Range]:

@@ -31,7 +31,7 @@ class TrainedFacts(NamedTuple):
     """What a step made of one trajectory."""
 
     advantage: float
-    """Mean over its trained tokens."""
+    """Mean over the trained tokens."""
     ratios: ImportanceRatios | None
     """None where they are not known: in a step that trained the critic alone, and of a trajectory that its
     update has left out."""

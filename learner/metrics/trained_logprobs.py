@@ -85,7 +85,7 @@ def _records(run: Path, steps: Collection[int] | None = None) -> Iterator[dict[s
                     name: TrainedLogprobs(step, version, logprobs)
                     for name, logprobs in zip(names, each, strict=True)
                 }
-        except FileNotFoundError:  # it was the oldest one, and is removed now
+        except FileNotFoundError:  # the oldest file was removed now
             continue
         except _DAMAGE as error:
             log.warning("logprobs_unreadable", path=str(path), reason=repr(error))

@@ -101,7 +101,7 @@ class ChangedWeights(LazyWeights):
 
     @abstractmethod
     def make(self, name: str) -> Tensor:
-        """Return one of those that are made."""
+        """Return a weight that is made."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.make(name) if name in self._made else self._weights[name]

@@ -28,7 +28,7 @@ _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
-    """Return those of the text model by its own names; `weights` are all of its files, or of a multimodal
+    """Return weights of the text model by its own names; `weights` are all of its files, or of a multimodal
     model's. Those of a model that is trained as a whole, whose configuration is not `text`, are returned."""
     if text.get_text_config() is text and is_multimodal(weights):
         names = {own: name for name in weights if (own := own_name(name)) is not None}

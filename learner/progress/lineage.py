@@ -22,7 +22,7 @@ class TrainedStep:
     incarnation: str
     """The learner process that trained it."""
     leases: tuple[int, ...]
-    """Its groups, in the order of the batch."""
+    """Groups of the step, in the order of the batch."""
     weights: tuple[float, ...] | None = None
     """Importance weight of each group."""
     batch_xxh3: str | None = None
@@ -35,7 +35,7 @@ class TrainedStep:
     """Nats, mean over the trained tokens."""
     lr: float | None = None
     skipped: bool | None = None
-    """Says whether at least one of its updates left the weights as they were, since loss or gradient were
+    """Says whether at least one update left the weights as they were, since loss or gradient were
     not finite or there was nothing to train."""
 
     @classmethod

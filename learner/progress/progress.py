@@ -101,7 +101,7 @@ class Progress:
             self.target_reached_s = self.rl_s
 
     def forget_groups(self, through: int) -> None:
-        """Drop those of the steps up to `through`: an earlier checkpoint has them."""
+        """Drop groups of the steps up to `through`: an earlier checkpoint has them."""
         self.groups = {step: leases for step, leases in self.groups.items() if int(step) > through}
 
 

@@ -107,14 +107,14 @@ class Broadcaster:
         for group in list(self._groups.values()):
             group.living.cancel()
         if self._living:
-            await asyncio.wait(self._living)  # they kill what they wait for
+            await asyncio.wait(self._living)  # these tasks kill what they wait for
 
     async def _offer(self, wanted: BroadcastWanted) -> list[Message]:
         """Make a copy and a group, unless they are there, and it ready to send at once. Raises `BusError`
         where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
-        self._announced_since(wanted.policy_version)  # or those who ask with this engine would get nothing
+        self._announced_since(wanted.policy_version)  # or askers beside this engine get nothing
         asking = self._asking.get(wanted.device) or _Asking()
         asking.wanted.append(wanted)
         if self._together:
@@ -202,10 +202,10 @@ class Broadcaster:
                     if self._announced() is weights:
                         raise
                     continue
-                if self._announced() is weights:  # else they may have been written into
+                if self._announced() is weights:  # else the tensors may have changed
                     self._newest = copy
                     return copy
-                del copy  # its memory serves the next
+                del copy  # the memory serves the next
         raise BusError(f"{COPIES} versions were announced while they were copied, the last at {at_least}")
 
     def _copied(self, weights: Weights) -> SharedCopy:
@@ -245,7 +245,7 @@ class Broadcaster:
         process = await _SenderProcess.start(order)
         try:
             port = int((await process.says("port", START_S))["port"])
-            await process.prepares(copy)  # before anybody waits for it
+            await process.prepares(copy)  # before anybody waits for the copy
         except BaseException:
             await process.end()
             self._forget_what_no_group_needs()
@@ -260,11 +260,11 @@ class Broadcaster:
         group.living = asyncio.create_task(self._live(group), name=f"broadcasts of {name}")
         self._living.add(group.living)
         group.living.add_done_callback(self._living.discard)
-        await asyncio.sleep(0)  # one that is cancelled before it begins would not end its process
+        await asyncio.sleep(0)  # a task cancelled before it begins ends no process
         return group
 
     async def _live(self, group: "_Group") -> None:
-        """Send when it is asked for, until something goes wrong or nobody asks any more."""
+        """Send when an engine asks, until something goes wrong or none asks any more."""
         process = group.process
         try:
             await process.says("joined", self._timeout_s)
@@ -276,7 +276,7 @@ class Broadcaster:
                 group.sent = due.policy_version
                 group.ended.set()
                 log.debug("weights_broadcast", group=group.name, policy_version=due.policy_version)
-                del due  # its memory serves another
+                del due  # the memory serves another
         except BusError as error:  # the engine hears of it by its own side of the group
             log.warning("group_given_up", group=group.name, reason=str(error))
         finally:
@@ -333,7 +333,7 @@ class _Group:
         return True
 
     def offer(self, wanted: BroadcastWanted) -> tuple[OfferedBucket, ...]:
-        """Return what one of its engines is offered. Raises `BusError` where the group is given up
+        """Return what an engine of the group is offered. Raises `BusError` where the group is given up
         meanwhile."""
         if self.copy is None:
             raise BusError(f"group {self.name} was given up before it was offered")
@@ -377,15 +377,15 @@ class _SenderProcess:
         )
 
     async def _tell(self, line: Line) -> None:
-        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdin is not None, "stdin is a pipe"
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
-        with suppress(ConnectionError):  # its end is heard next
+        with suppress(ConnectionError):  # the process's end is heard next
             await self._process.stdin.drain()
 
     async def says(self, what: str, timeout_s: float, *, request: Line | None = None) -> Line:
-        """Return its next line, which must have the key `what`. Raises `BusError` when it has not, or is
-        late."""
-        assert self._process.stdout is not None, "it is a pipe"
+        """Return the sender's next line, which must have the key `what`. Raises `BusError` when it has not,
+        or is late."""
+        assert self._process.stdout is not None, "stdout is a pipe"
         try:
             async with self._talking, asyncio.timeout(timeout_s):
                 if request is not None:
@@ -420,4 +420,4 @@ class _SenderProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # `kill` could take its status from asyncio
         async with self._talking:  # whoever waits for an answer learns that none comes
-            await self._process.communicate()  # waits for its end, and closes the pipes
+            await self._process.communicate()  # waits for the process's end, and closes the pipes

@@ -129,8 +129,8 @@ class Source:
         self._locks = device != "cpu"
 
     def prepare(self, asked: Line) -> str:
-        """Map it, lock its pages, make room and bring the first buckets there, unless that is done. Return
-        why sending is slower than it could be, once."""
+        """Map the memory, lock its pages, make room and bring the first buckets there, unless that is done.
+        Return why sending is slower than it could be, once."""
         memory, slower = self._mapped.pop(asked["memory"], None), ""
         if memory is None:
             memory, slower = self._map(asked["file"])
@@ -178,7 +178,7 @@ class Source:
         if len(self._ahead) == ahead and len(self._staging) >= staging:
             return
         self._ahead = self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
-        torch.cuda.empty_cache()  # else their memory would not serve the new ones
+        torch.cuda.empty_cache()  # else old memory would not serve new buffers
         self._staging = torch.empty(staging, dtype=torch.uint8, device=self._device)
         self._ahead = torch.empty(ahead, dtype=torch.uint8, device=self._device)
         if ahead and torch.cuda.mem_get_info(self._device)[0] < LEFT_BYTES:

@@ -45,7 +45,7 @@ class Copied:
         return self._tensors()
 
     async def arrived(self) -> Mapping[str, HostTensor]:
-        """Return them as `wait` does, while other work goes on."""
+        """Return the weights as `wait` does, while other work goes on."""
         return await asyncio.to_thread(self.wait)
 
 
@@ -162,7 +162,7 @@ class _Buffers:
         self._sources: list[Tensor] = []
         self._places: list[Tensor] = []
         self._unchanging: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-        """Read those that are here and do not change."""
+        """Reads the weights that are here and do not change."""
 
     def fill(self, weights: Exported) -> None:
         """Copy the weights in; where each goes is found out once, and those that do not change are read

@@ -33,7 +33,7 @@ class KeptVersions:
         self._looked = False
 
     async def before(self, weights: Weights, put: Put) -> tuple[KeptVersion, ...]:
-        """Return those that are there when these weights are announced.
+        """Return the kept versions that are there when these weights are announced.
 
         Raises `ConfigError` where files have adapters and whole weights are published, or the reverse, and
         where they are quantised in another way than what is published.
@@ -64,7 +64,7 @@ class KeptVersions:
         log.info("version_kept", policy_version=version)
 
     def forget_published(self) -> None:
-        """Publish all of them again with the next version: the bus or a disk has lost some."""
+        """Publish all kept versions again with the next one: the bus or a disk has lost some."""
         self._named = {}
         self._looked = False
 

@@ -156,7 +156,7 @@ class WeightPublisher:
         self._files = await asyncio.to_thread(bundle, model)
         if config is not None:
             self._files = with_config(self._files, config)
-        if self._encoder.format is None:  # else it is known with the first weights what engines are told
+        if self._encoder.format is None:  # else the first weights say what engines are told
             self._files = self._files if dtype is None else with_dtype(self._files, dtype)
             await self._put_model()
         await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
@@ -219,7 +219,7 @@ class WeightPublisher:
             if wanted is not None and self.latest is not None:
                 try:
                     await self._answer(wanted)
-                except BusError as error:  # whoever wants it asks again
+                except BusError as error:  # whoever wants the snapshot asks again
                     log.warning("snapshot_not_published", reason=str(error))
                 self._wanted = None
                 await set_within(stop, SNAPSHOT_PAUSE_S)
@@ -235,7 +235,7 @@ class WeightPublisher:
                     continue
                 if await self._bus.swap("policy", manifest, 0) is not None:
                     log.warning("policy_announced_again", policy_version=manifest.policy_version)
-            except BusError as error:  # it is looked at again
+            except BusError as error:  # the key is looked at again
                 log.warning("policy_not_kept", reason=str(error))
 
     async def _answer(self, wanted: SnapshotWanted) -> None:
@@ -253,7 +253,7 @@ class WeightPublisher:
                 await self._begin_snapshot()
 
     def _answered(self, policy_version: int) -> bool:
-        """Tell whether its snapshot was stored for somebody a moment ago: the same once more would not
+        """Tell whether the snapshot was stored for somebody a moment ago: the same once more would not
         help."""
         version, again_s = self._answer_given
         if version == policy_version and time.monotonic() < again_s:
@@ -412,7 +412,7 @@ class WeightPublisher:
         self, weights: Weights, announcement: Announcement, snapshot: tuple[BlobRef, ...],
         snapshot_version: int, deltas: tuple[DeltaRef, ...] = (),
     ) -> PolicyManifest:  # fmt: skip
-        """Make it the run's policy: a key for those who come later, a notice for those here."""
+        """Make the weights the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
             raise RuntimeError("the publisher was not started: call `start` first")
         kept = await self._kept.before(weights, self._put)

@@ -47,9 +47,9 @@ class Share:
     """What one rank has stored of a version."""
 
     encoded: EncodedTensors
-    """What its part of a delta holds, without the bodies."""
+    """What the rank's part of a delta holds, without the bodies."""
     blobs: tuple[BlobRef, ...]
-    """Where these are; none for a rank without changes."""
+    """Where the bodies are; none for a rank without changes."""
 
 
 class StoredSnapshot(NamedTuple):
@@ -174,7 +174,7 @@ class OwnTensors:
         """Begin to store the announced version whole, beside what comes next."""
         if self._writing is not None:
             self._writing.content.end()
-            self._stored |= self._writing.stored  # nobody announces it any more
+            self._stored |= self._writing.stored  # nobody announces these any more
         content = HeldContent(Weights(policy_version, self._versions[policy_version], {}), self._bytes_per_s)
         self._writing = _Writing(content, self._begun(lambda store: store.put(content, *tokens)))
 
@@ -218,7 +218,7 @@ class OwnTensors:
         newest = self._newest()
         if self._writing is not None:
             self._writing.content.release(self._encoder.threads)
-        self._versions.pop(policy_version, None)  # it is announced once more
+        self._versions.pop(policy_version, None)  # the version may be announced once more
         self._versions[policy_version] = newest
         return newest
 
@@ -285,7 +285,7 @@ class OtherRanks:
         return StoredSnapshot(digests, tuple(blob for each in found for blob in each.blobs))
 
     async def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
-        """Have each begin to store its tensors of the announced version whole."""
+        """Have each rank begin to store its tensors of the announced version whole."""
         await self._ask(Wish("begin_snapshot", (policy_version, tokens)))
 
     async def written(self) -> tuple[BlobRef, ...]:
@@ -303,11 +303,11 @@ class OtherRanks:
         return blobs == set().union(*found)
 
     async def retire(self, needed: set[BlobRef]) -> None:
-        """Have them remove what is not needed any more."""
+        """Have the ranks remove what is not needed any more."""
         await self._ask(Wish("retire", (needed,)))
 
     async def hold(self, policy_version: int) -> None:
-        """Have them keep their tensors of the announced version, in memory of its own, until `drop`."""
+        """Have the ranks keep their tensors of the announced version, in memory of its own, until `drop`."""
         await self._ask(Wish("hold", (policy_version, 1)))
 
     async def drop(self, policy_version: int) -> None:

@@ -61,7 +61,7 @@ class Memory:
 
     def __init__(self, size_bytes: int) -> None:
         self.number = next(_numbers)
-        """Says which it is among all of this process."""
+        """Says which memory it is among all of this process."""
         self.size_bytes = size_bytes
         self._file = os.memfd_create("sluice-broadcast")
         weakref.finalize(self, os.close, self._file)
@@ -85,7 +85,7 @@ class SharedCopy:
         *,
         hashed: bool = False,
     ) -> None:
-        """Copy them, into `memory` if it is as large as they are, and take their digests if `hashed`."""
+        """Copy the tensors, into `memory` if it is as large, and take their digests if `hashed`."""
         self.policy_version = weights.policy_version
         self.buckets = laid_out(weights)
         size_bytes = page_bytes(self.buckets[-1].end if self.buckets else 0)

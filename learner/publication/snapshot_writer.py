@@ -92,7 +92,7 @@ class SnapshotWriter:
             if not task.done():
                 await asyncio.to_thread(held.release, self._threads)
                 continue
-            if self._begun.pop(task, None) is not None:  # who waits elsewhere may have raised it meanwhile
+            if self._begun.pop(task, None) is not None:  # another waiter may have raised the error meanwhile
                 task.result()
 
     def figures(self) -> dict[str, float]:

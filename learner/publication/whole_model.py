@@ -30,7 +30,7 @@ class WholeModel:
 
     @classmethod
     def of(cls, directory: Path) -> "WholeModel":
-        """Read them from a directory. Raises `ConfigError` for one without readable weights."""
+        """Read the model from a directory. Raises `ConfigError` for one without readable weights."""
         config, weights = load_whole_config(directory), HFWeights(directory)
         own = {name: own_name(name) for name in weights}
         rest = SomeWeights(weights, [name for name in weights if own[name] is None])

@@ -136,7 +136,7 @@ class Device:
                 found = await self._bus.get(HOLD_KEY, DeviceHold)
                 if found is None or found[0].incarnation == self._hold.incarnation:  # else we were taken over
                     await self._publish_hold()
-        except (TimeoutError, BusError) as error:  # it lapses by itself
+        except (TimeoutError, BusError) as error:  # the hold lapses by itself
             log.warning("hold_not_ended", reason=str(error) or "no answer")
 
     async def _publish_hold(self) -> None:

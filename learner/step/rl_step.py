@@ -91,7 +91,7 @@ def train_on(
     hooks of the user's that misfit."""
     ranks = backend.data_parallel_group
     samples = recorded_samples(groups, with_experts=learner.router_replay == "engine")
-    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
+    if learner.batch.oversized == "refuse":  # all samples, before a pass or an update is in vain
         refuse_oversized(samples, learner.batch.token_budget)
     if learner.before_step.function is not None:
         backend.optimizer_config = optimizer_of_step(step, groups, learner, backend.lent_weights)

@@ -114,7 +114,7 @@ class Rank:
     def fetch(self, step: int, shares: Sequence[tuple[GroupRef, ...]], given_to: str) -> None:
         """Begin to fetch this rank's share of the groups of `step`, whatever else goes on."""
         refs = shares[self.share]
-        if step in self._fetching:  # some of what it was given before cannot be read
+        if step in self._fetching:  # some of the groups given before cannot be read
             self._fetching[step][1].cancel()
         task = asyncio.create_task(self._fetch(step, refs, given_to), name=f"fetch batch {step}")
         self._fetching[step] = refs, task
@@ -234,7 +234,7 @@ class Rank:
     async def heldout_figures(self) -> dict[str, float]:
         """Return the mean loss of the held-out demonstrations and what else is measured of them."""
         heldout = self._heldout_demonstrations
-        assert heldout is not None, "it is asked where warmup.heldout names some"
+        assert heldout is not None, "asked where warmup.heldout names some"
         settings = self._settings
         return await self.in_thread(
             lambda: heldout_figures(self._backend, settings.warmup, settings.learner.batch, heldout)

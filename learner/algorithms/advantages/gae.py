@@ -96,7 +96,7 @@ class CriticValues:
 
     @classmethod
     def from_samples(cls, groups: Groups, samples: Sequence[Sample], config: CriticConfig) -> Self:
-        """Read it from the `samples` of the trained trajectories, in that order, after all passes."""
+        """Read the values from the `samples` of the trained trajectories, in that order, after all passes."""
         remaining = iter(samples)
         return cls(
             config=config,

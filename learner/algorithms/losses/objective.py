@@ -95,7 +95,7 @@ class Objective:
     @property
     def is_separable(self) -> bool:
         """Tell whether the loss of each token depends on that token's log-prob and entropy alone."""
-        if self.top_k_teachers:  # it depends on the log-probs of others in its place
+        if self.top_k_teachers:  # the loss depends on log-probs of other tokens in its place
             return False
         if not all(rejection.by_token for rejection in self.rejections):
             return False
@@ -137,7 +137,7 @@ def losses_and_counts(objective: Objective, tokens: LossTokens) -> tuple[Tensor,
     penalised, sums = _penalised(objective, tokens)
     losses, found = objective.loss_function(penalised)
     sums |= found
-    # It says how much likelier each token is under the policy that the loss takes it to come from.
+    # How much likelier each token is under the policy that the loss takes it to come from.
     log_ratio = _assumed(objective, tokens) - tokens.streams["behaviour_logprobs"]
     weights, kept, found = _correction(objective, tokens, log_ratio)
     sums |= found

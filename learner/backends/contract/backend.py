@@ -81,7 +81,7 @@ class ExportedPiece:
     rows: Tensor
     """[rows, columns], a view of the weight."""
     dtype: torch.dtype
-    """What it is computed with in; its memory may have another."""
+    """Dtype in which the weight is computed with; its memory may have another."""
     names: Sequence[str]
     """Published tensors of which there are rows."""
     tensors: Tensor
@@ -106,8 +106,8 @@ class Exported:
     exact: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Weights that are computed with in a dtype of their own, in which they are published."""
     unchanging: Callable[[], Iterator[tuple[str, Tensor]]] = NO_TENSORS
-    """Reads those that are not trained and lie with the initial model, on the first rank, one after another;
-    an equal function reads equal ones."""
+    """Reads weights that are not trained and lie with the initial model, on the first rank, one after
+    another; an equal function reads equal ones."""
     pieces: Sequence[ExportedPiece] | None = None
     """This rank's part of the weights, where the ranks share them: together they have each element at least
     once, and each time the same rows in the same order. `here` and `rest` have nothing then. None where
@@ -122,7 +122,7 @@ class TrainedAdapters:
     base: State
     """The frozen weights by Hugging Face name, as they were loaded."""
     exact: Mapping[str, torch.dtype]
-    """Those that are computed with in a dtype of their own, in which they are published."""
+    """Weights that are computed with in a dtype of their own, in which they are published."""
     modules: Sequence[str]
     """Names of the linear layers that have one."""
     streamed: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -132,7 +132,7 @@ class TrainedAdapters:
     """Names of weights that are trained whole beside them, and streamed too: the head of a reward model."""
 
     def described(self, weights: BlobRef) -> AdaptedBase:
-        """Return what is announced of them; `weights` is where the frozen ones were published."""
+        """Return what is announced of the adapters; `weights` is where the frozen ones were published."""
         modules = sorted(
             {".".join([p for p in module.split(".") if not p.isdigit()][-2:]) for module in self.modules}
         )
@@ -174,7 +174,7 @@ class CriticUpdate:
     values: int
     """Number of values that were trained."""
     clipped: int
-    """How many of them had moved too far for their loss to fall (`critic.value_clip`)."""
+    """Number of values that had moved too far for their loss to fall (`critic.value_clip`)."""
     explained_variance: float | None
     """1 - Var(target - value) / Var(target) before the update; None where all targets are equal."""
     value_mean: float
@@ -302,7 +302,7 @@ class Backend(Protocol):
         Every rank calls this and exhausts the iterator."""
 
     def exported(self) -> Exported:
-        """Return what is published, to copy it at once; every rank takes its part of it. These are the
+        """Return the tensors to publish, to copy them at once; every rank takes its part. These are the
         weights, or with `learner.lora.publish=adapter` the adapters by peft's names."""
 
     def keep_until(self, read: torch.cuda.Event) -> None:

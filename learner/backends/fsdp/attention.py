@@ -47,13 +47,13 @@ class PackedSequences:
     windows: set[int]
     """Sliding windows, in tokens, of the layers that have attended so far."""
     exact: bool = False
-    """Whether they attend in exact arithmetic."""
+    """Whether the sequences attend in exact arithmetic."""
     experts: Tensor | None = None
     """int [T, layers, k], the experts that each token goes to (learner/backends/fsdp/router_replay.py)."""
 
     @classmethod
     def of(cls, batch: MicroBatch, windows: set[int], *, exact: bool = False) -> "PackedSequences":
-        """Find them; the host does not wait for the device. Layers add theirs to `windows`."""
+        """Find the sequences; the host does not wait for the device. Layers add theirs to `windows`."""
         buckets, slots = bucket_by_length(batch.lengths)
         slots = to_device(slots, batch.tokens.device)
         return cls(batch.cu_seqlens, max(batch.lengths), buckets, slots, windows, exact, batch.experts)

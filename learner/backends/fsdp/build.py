@@ -110,11 +110,11 @@ class LogitChange(NamedTuple):
     factor: float
     """Multiplies them (Cohere, Granite)."""
     cap: float | None
-    """Bound on their magnitude (Gemma)."""
+    """Bound on the magnitude of logits (Gemma)."""
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> "LogitChange":
-        """Read it from a configuration."""
+        """Read the change from a configuration."""
         text = hf_config.get_text_config()
         factor = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         return cls(factor, getattr(text, "final_logit_softcapping", None))
@@ -156,7 +156,7 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
 
 def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:
     name = type(model).__name__
-    # Those with linear attention take other attention as all models do, but do not say so.
+    # Models with linear attention take other attention as all do, but do not say so.
     if not model._supports_attention_backend and family_named(model.config.model_type).recurrent is None:
         yield f"{name} computes attention in a way of its own, in which the sequences of a pack would mix"
     if is_reward_model(model.config):

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 GENERIC = PretrainedConfig().to_dict().keys() - {"tie_word_embeddings", "model_type"}
 """Hyperparameters that every configuration has, about files, labels and printing."""
 OTHERS = {"use_cache", "initializer_range", "max_position_embeddings"}
-"""Further ones that change neither a shape nor what a forward pass computes."""
+"""Hyperparameters that change neither a shape nor what a forward pass computes."""
 OTHER_ENDINGS = ("_token_id", "dropout", "pdrop", "loss_coef")
 """Endings of such: this backend trains without dropout and without losses of routers."""
 

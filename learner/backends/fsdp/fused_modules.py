@@ -42,11 +42,11 @@ class FusedModules:
         self._on = True
         self.norms = self.gates = self.rotations = 0
         for module in model.modules():
-            if (activation := _gated_experts(module)) is not None:  # also of those that have adapters
+            if (activation := _gated_experts(module)) is not None:  # also of experts that have adapters
                 module._apply_gate = partial(self._gated, module._apply_gate, activation)
                 self.gates += 1
             elif "forward" in vars(module):
-                continue  # somebody else has changed it
+                continue  # somebody else has changed the module
             elif (centred := _norm_kind(module)) is not None:
                 module.forward = partial(self._normed, module, module.forward, centred)
                 self.norms += 1
@@ -237,7 +237,7 @@ def _rotates_so(own: Callable[..., Any]) -> bool:
     fewer = [*given[:2], *(angles[..., :4] for angles in given[2:])]
     try:
         own(*fewer)
-    except OTHER_KIND:  # it never takes fewer
+    except OTHER_KIND:  # the function never takes fewer angles
         return True
     return _equal(partial(_joined, own), partial(_joined, rotated_pair), *fewer)
 

@@ -39,11 +39,11 @@ class Adapted:
     parameters: str
     """Begins the names of A and B in the model."""
     end: str
-    """Ends them."""
+    """Ends the names."""
     layers: tuple[str, ...]
     """Names in files of the linear layers: one, or one for each expert."""
     of_experts: bool = False
-    """Whether they are those of all experts, whose A and B have one dimension more."""
+    """Whether the rows are those of all experts, whose A and B have one dimension more."""
 
     @property
     def name(self) -> str:
@@ -175,7 +175,7 @@ class ModelAdapters:
         self, config: LoraConfig, adapted: Sequence[Adapted], base: State, tensors: dict[str, Tensor],
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """Take them away from the `tensors` of the model, of which the weights of `base` are left. It
+        """Take the adapters away from the `tensors` of the model, of which the weights of `base` are left. It
         computes in `dtype`."""
         self.config = config
         self.base = FrozenBase(config, base, dtype)
@@ -211,7 +211,7 @@ class ModelAdapters:
         return merged_stream(weights, self._streamed(dtype), self._layers, self.config.scale)
 
     def exported(self, dtype: torch.dtype) -> Exported:
-        """Return what is trained, to publish it alone, as the `dtype` in which it is computed with; the
+        """Return the adapters, to publish them alone, as the `dtype` in which they are computed with; the
         lengths of rows are float32."""
         here: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}

@@ -144,7 +144,7 @@ class PackedModel(torch.nn.Module):
         self.exact = exact
         self.vision = None if images is None else PackedVision(hf_model, images)
         self.scores = is_reward_model(hf_model.config)
-        """Its output is a score in place of each log-prob, and an entropy of 0."""
+        """The output is a score in place of each log-prob, and an entropy of 0."""
         self._logits = LogitChange.of(hf_model.config)
         if self._logits.changes and (exact or kernels is not None):
             raise ConfigError(refusal(["model.numerics: only `fast` has scaled or capped logits"]))

@@ -43,7 +43,7 @@ class FileNames:
     """The tensors of a model by their names in it, and their conversion."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
-        """Find them, on a model without memory. Raises `ConfigError` where files mix several tensors."""
+        """Find names on a model without memory. Raises `ConfigError` where files mix several tensors."""
         self._model = empty_model(hf_config, torch.device("meta"))
         self.tensors: dict[str, ModelTensor] = {}
         found = {name: tensor.detach() for name, tensor in lasting_tensors(self._model).items()}

@@ -57,8 +57,8 @@ class RouterReplay:
     """The routers of a model, and what they are given."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Have them take what a pack gives, also where layers are computed again; call this before layers
-        are wrapped by others."""
+        """Have the routers take what a pack gives, also where layers are computed again; call this before
+        layers are wrapped by others."""
         config = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
         self._per_token: int = getattr(config, "num_experts_per_tok", 0)
@@ -111,7 +111,7 @@ def _layer_pass(run: Callable[..., Any], given: GivenExperts, number: int, *args
     try:
         return run(*args, **others)
     finally:
-        given.experts = None  # they are large, and of this pass alone
+        given.experts = None  # experts are large, and of this pass alone
 
 
 def _send(

@@ -133,7 +133,7 @@ class FsdpTrainer:
         matrices = {}
         if config.matrices == "muon":
             matrices = {n: FileMatrices(n, self._names) for n in matrix_names(self.model.hf, self._names)}
-        vars(self).pop("optimizer", None)  # its moments are freed before there are others
+        vars(self).pop("optimizer", None)  # old moments are freed before there are others
         self.optimizer = ShardedOptimizer(config, self._parameters, matrices, self.dtype)
         self.counts.begin()
 
@@ -191,7 +191,7 @@ class FsdpTrainer:
             values = self.logprobs(micro_batches)
         finally:
             experts = self.model.replay.noted()
-        return list(zip(values, experts, strict=False))  # those of idle micro-batches are behind
+        return list(zip(values, experts, strict=False))  # experts of idle micro-batches are behind
 
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
         return self._passed(micro_batches, top=count)

@@ -110,7 +110,7 @@ def stage(request: Any, buffers: CopyBuffers) -> StagedWrites:
     """Begin to copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
     if request.async_fn is None:
         return StagedWrites(lambda: None, [], request.finalize_fns, buffers.copies([]))
-    rank, buckets, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
+    rank, buckets, results = request.async_fn_args  # megatron-core would pin the tensors one by one
     files = [Path(file) for file, *_ in buckets]
     tensors = [tensor for _, _, (_, parts) in buckets for _, tensor in parts]
     copies = buffers.copies(tensors)
@@ -156,8 +156,8 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
     trainer.settle_parameters()
     wanted = _sharded_state(trainer, training.get("policies", []), is_loading=True)
     if not training.get("head"):
-        wanted.pop("head", None)  # it stays as it came with the model
-    if training["ranks"] != dist.get_world_size():  # whose would they be?
+        wanted.pop("head", None)  # the head stays as it came with the model
+    if training["ranks"] != dist.get_world_size():  # whose would the states be?
         del wanted["rng"]
     try:
         state = dist_checkpointing.load(wanted, str(directory))

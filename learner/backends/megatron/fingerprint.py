@@ -14,7 +14,7 @@ from learner.backends.megatron.model.attention.windows import windows_of
 from learner.model_directories.checkpoint_manifest import differences
 
 ARITHMETIC = ("rms_norm_eps", "swiglu_alpha", "swiglu_limit")
-"""Those that change no shape, but what is computed. Manifests did not always say them."""
+"""Hyperparameters that change no shape, but what is computed. Manifests did not always say them."""
 
 
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
@@ -44,7 +44,7 @@ def differences_from(saved: Mapping[str, JsonValue], hf_config: PretrainedConfig
 
 
 def _of_experts(experts: Experts) -> JsonValue:
-    """Return what is known of them: checkpoints speak of nothing that came to `Experts` later and that a
+    """Return what is known of experts: checkpoints speak of nothing that came to `Experts` later and that a
     model has as all models had it before."""
     usual = {field.name: field.default for field in fields(experts) if field.name != "renormalize"}
     known = {

@@ -146,7 +146,7 @@ class NextTokenHead(MegatronModule):  # type: ignore[misc]  # megatron-core is u
             layout: of the sequences in the pack; no query sees another sequence."""
         joined, _ = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
         layout = copy.copy(layout)
-        layout.experts = None  # those of the model's own layers
+        layout.experts = None  # experts are given to the model's own layers
         found, _ = self.transformer_layer(hidden_states=joined, attention_mask=None, packed_seq_params=layout)
         return self.final_layernorm(found)  # type: ignore[no-any-return]
 

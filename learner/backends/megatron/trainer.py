@@ -212,7 +212,7 @@ class Trainer:
         config = self.chunks[0].config
         experts = [
             chosen.of_all_tokens(i, batch, share, config)
-            for i, (batch, share) in enumerate(zip(micro_batches, shares, strict=False))  # idle ones behind
+            for i, (batch, share) in enumerate(zip(micro_batches, shares, strict=False))  # idle: behind
         ]
         return list(zip(values, experts, strict=True))
 
@@ -249,7 +249,7 @@ class Trainer:
         return replace(self._export.views(), here={}, rest=self._merged, pieces=None)
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.lora is not None  # it merges what is published
+        assert self.lora is not None  # adapters are merged into what is published
         return self.lora.merged(self._export.trained())
 
     @property

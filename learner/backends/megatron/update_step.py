@@ -60,7 +60,7 @@ def forward_logprobs(
     )
     found = []
     if outputs:
-        real = len(batches)  # those behind them are idle
+        real = len(batches)  # batches behind these are idle
         found = [_of_all_tokens(*each) for each in zip(batches, shares[:real], outputs[:real], strict=True)]
     return from_last_stage(found)
 

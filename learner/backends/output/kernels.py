@@ -33,7 +33,7 @@ def _softmax_sums(logits, stride, largest, total, weighted, columns, scale, bloc
     """Online softmax (arXiv:1805.02867), with the sum that the entropy needs besides."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(scale + row)
-    lowest = -1e30  # finite, so that its difference to a logit times 0 is 0
+    lowest = -1e30  # finite: the difference to a logit times 0 is 0
     m, s, w = lowest, 0.0, 0.0
     for begin in range(0, columns, block):
         column = begin + tl.arange(0, block)

@@ -85,7 +85,7 @@ def _logprobs_and_entropy(
     label = scaled.gather(-1, labels[:, None])
     logprobs = label - largest - log_total
     of_all = scaled - largest - log_total
-    entropy = -torch.linalg.vecdot(exp(of_all), of_all)  # it is only shown: its last bit may be another
+    entropy = -torch.linalg.vecdot(exp(of_all), of_all)  # entropy is only shown: the last bit may differ
     if kept is not None:
         columns, here = columns_here(kept, scaled.shape[-1])
         of_kept = scaled.gather(-1, columns).masked_fill(~here, -torch.inf)
@@ -106,7 +106,7 @@ LEAST_ROWS = 256
 
 def chunk_rows(columns: int, *, exact: bool = False) -> int:
     """Return how many rows of logits are alive at a time, of a rank that has so many columns."""
-    bytes_each = 16 if exact else 4  # exact ones are float64 at first
+    bytes_each = 16 if exact else 4  # exact logits are float64 at first
     return max(LEAST_ROWS, LOGITS_BYTES // (bytes_each * columns))
 
 

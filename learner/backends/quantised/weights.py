@@ -28,7 +28,7 @@ class WeightPart:
     shape: tuple[int, int]
     """Shape of the whole matrix."""
     row: int = 0
-    """The first of its rows in the matrix."""
+    """First of the part's rows in the matrix."""
     column: int = 0
     group: dist.ProcessGroup | None = None
     """The ranks that share the matrix; None for one that has all of it."""

@@ -62,5 +62,5 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of labels and the entropies, float32 [n], of bfloat16 logits [n, V]."""
     of_all = kernels.log_softmax(logits.float() * scale[:, None])
-    entropy = -torch.linalg.vecdot(of_all.exp(), of_all)  # it is only shown
+    entropy = -torch.linalg.vecdot(of_all.exp(), of_all)  # entropy is only shown
     return of_all.gather(-1, labels[:, None])[:, 0], entropy

@@ -26,7 +26,7 @@ SEEDS = (1 << 63) - 1
 
 
 def targeted(config: LoraConfig, modules: Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """Return those of the linear layers `modules`, and of routed `experts` where they are to have adapters,
+    """Return which of the linear layers `modules`, and of routed `experts` where they are to have adapters,
     that have one.
 
     Raises `ConfigError` for a target that is the end of no name, and for experts where there are none, or

@@ -148,7 +148,7 @@ def causal_varlen_attention(  # noqa: PLR0913 - those of torch's kernel
 ) -> Tensor:
     """Attend with torch's kernel for runs of any lengths; the last query of a run sees all its keys, or the
     last `window` of them."""
-    from torch.nn.attention.varlen import varlen_attn  # it loads torch's compiler, and only GPUs need it
+    from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler, which only GPUs need
 
     queries_per_group = query.shape[1] // key.shape[1]
     return varlen_attn(  # type: ignore[return-value]

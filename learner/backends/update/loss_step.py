@@ -28,7 +28,7 @@ from learner.data.outcomes import ImportanceRatios
 from learner.data.packing import MicroBatch
 
 RATIOS = "ratios_by_sequence"
-"""The one among the sums of a micro-batch that is no sum, but has a column for each sequence."""
+"""The entry among the sums of a micro-batch that is no sum, but has a column for each sequence."""
 OF_PAIRS = "rewards/"
 """Begins the names of sums over pairs of answers."""
 

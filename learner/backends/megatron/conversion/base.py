@@ -225,7 +225,7 @@ def _merge_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
 
 def _split_qkv(whole: Tensor, shape: Shape) -> Sequence[Tensor]:
     grouped = whole.reshape(shape.groups, -1, *whole.shape[1:])
-    queries = grouped.shape[1] - 2 * shape.head_dim  # and what lies between them, as gates do
+    queries = grouped.shape[1] - 2 * shape.head_dim  # and what lies before the keys, as gates do
     return torch.split(grouped, [queries, shape.head_dim, shape.head_dim], dim=1)
 
 

@@ -35,7 +35,7 @@ def data_parallel(
     ]
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, LINEAR):
-            module.gradient_accumulation_fusion = True  # now that their weights have a place for the sum
+            module.gradient_accumulation_fusion = True  # now that the weights have a place for the sum
     config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]

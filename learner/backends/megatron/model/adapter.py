@@ -46,7 +46,7 @@ class SharedRows:
     def of(
         cls, layout: Layout, shape: Shape, outputs: Mapping[str, int], *, rank: int, ranks: int
     ) -> "SharedRows":
-        """Return those of one of so many ranks; `outputs` are all of each layer."""
+        """Return the rows of one of so many ranks; `outputs` are all of each layer."""
         sizes = list(outputs.values())
         ends = torch.tensor(sizes).cumsum(0)
         rows = [
@@ -76,8 +76,8 @@ class AdaptedLayer:
     shared: SharedRows | None = None
     """Rows on this rank, where ranks share those of key-value heads."""
     of_expert: bool = False
-    """Whether it is a routed expert's: the dispatcher brings all tokens to the ranks that share it, and adds
-    up what these return."""
+    """Whether the layer is a routed expert's: the dispatcher brings all tokens to the ranks that share it,
+    and adds up what these return."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

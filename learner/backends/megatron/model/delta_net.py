@@ -132,7 +132,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
             mixed: [n, length, c], what queries, keys and values are made of.
             decay: float32 [n, length, values], logarithms of what is left of the state at each token.
             step: [n, length, values], how far a key's value moves to that of the token."""
-        # Here because importing it takes seconds, and few models have such layers.
+        # Here because the import takes seconds, and few models have such layers.
         from transformers.models.qwen3_next.modeling_qwen3_next import (
             causal_conv1d_fn,
             torch_chunk_gated_delta_rule,

@@ -43,7 +43,7 @@ def make_exact(model: "PolicyModel") -> None:
             "the model has linear attention, or gates behind attention, which model.numerics=exact does not "
             "have: set model.numerics=fast"
         )
-    model.config.activation_func = functions.silu  # its fusion is another kernel
+    model.config.activation_func = functions.silu  # the fusion is another kernel
     model.config.bias_activation_fusion = False
     for module in model.modules():
         if isinstance(module, RMSNorm):

@@ -31,7 +31,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
     """Experts that are computed together where torch has a kernel, and one after another elsewhere."""
 
     in_fp8 = False
-    """Says that their linear layers multiply in fp8, for which there is no grouped product here."""
+    """Says that the experts' layers multiply in fp8, for which there is no grouped product here."""
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, weights_of_tokens: Tensor

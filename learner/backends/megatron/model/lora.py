@@ -184,7 +184,7 @@ class ChunkAdapters:
                 yield name, tensor.to(dtype)
 
     def exported(self, dtype: torch.dtype) -> Exported:
-        """Return what is trained, to publish it alone, as the `dtype` in which it is computed with; the
+        """Return the adapters, to publish them alone, as the `dtype` in which they are computed with; the
         lengths of rows are float32."""
         shapes = exported_shapes(self._hf_config, self._holders(), rules=self._rules())
         lengths = {magnitude_name(module + WEIGHT) for module in self._targets}

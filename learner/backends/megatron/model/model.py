@@ -71,7 +71,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         """Whether layers take a state from token to token."""
         self.real_vocab_size = hf_config.vocab_size
         self.is_exact = False
-        """Whether it computes in exact arithmetic (exact.py)."""
+        """Whether the model computes in exact arithmetic (exact.py)."""
         mark_cut_weights(self)
 
     def forward(

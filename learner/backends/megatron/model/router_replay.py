@@ -65,7 +65,7 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.given.experts = None  # they are large, and of this pass alone
+            self.given.experts = None  # experts are large, and of this pass alone
 
 
 def given_experts(modules: Iterable[torch.nn.Module]) -> dict[int, RouterExperts]:

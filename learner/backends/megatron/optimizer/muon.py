@@ -66,7 +66,7 @@ class CutMatrices:
         return [matrix for _, matrix in parts_of(self.rule, cut_slices, self.shape)]
 
     def slices(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        if self.rule.layout.mixes(self.shape, self.cut.ranks):  # merges them once for all ranks
+        if self.rule.layout.mixes(self.shape, self.cut.ranks):  # merges the matrices once for all ranks
             return list(self.rule.layout.merge(matrices, self.shape).chunk(self.cut.ranks))
         state = dict(zip(self.rule.parts, matrices, strict=True))
         return [slice_of(self.rule, cut, state, self.shape) for cut in self._cuts]
@@ -74,7 +74,7 @@ class CutMatrices:
 
 class _Found(NamedTuple):
     name: str
-    """Its name in the whole model."""
+    """Name of the matrix in the whole model."""
     stored: CutMatrices
 
 

@@ -121,7 +121,7 @@ class FiledAdamW(OffloadedAdamW):
     def _in_memory(self, buckets: Sequence[_Bucket]) -> Iterator[list[_Updated]]:
         sizes = [len(MAIN_AND_MOMENTS) * sum(p.numel() for p, _ in bucket) for bucket in buckets]
         starts = [self.places[bucket[0][0]] for bucket in buckets]
-        # each as large as its own buckets want: one tensor is often larger than all other buckets together
+        # A slot is as large as its own buckets want: one tensor is often larger than all others together.
         memory = [torch.empty(max(sizes[n::SLOTS])) for n in range(min(SLOTS, len(sizes)))]
         slots = [memory[n % SLOTS][:size] for n, size in enumerate(sizes)]
         leaving: list[Transfer] = []

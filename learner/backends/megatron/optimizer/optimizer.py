@@ -38,7 +38,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.distributed.process_group import device, gathered
 
 
-@torch.no_grad()  # its shards are views of the parameters that must stay leaves
+@torch.no_grad()  # shards are views of the parameters that must stay leaves
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], hf_config: PretrainedConfig,
     dtype: torch.dtype,
@@ -158,7 +158,7 @@ def _refuse_experts_of_some_ranks(chunks: Sequence[DistributedDataParallel]) -> 
     """Raise `ConfigError` on every rank when some train experts, for which megatron-core has a second
     optimizer, and others do not: saving takes no notice, and loading finds the second where there is none."""
     trains = any(
-        parameter.requires_grad and not getattr(parameter, "allreduce", True)  # its mark of experts
+        parameter.requires_grad and not getattr(parameter, "allreduce", True)  # the mark of experts
         for chunk in chunks
         for parameter in chunk.parameters()
     )

@@ -51,7 +51,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), end // row
-    if first > last:  # it begins and ends in one row
+    if first > last:  # the slice lies in one row
         yield from _in_row(shape, last, start, end)
         return
     yield from _in_row(shape, first - 1, start, first * row)

@@ -74,7 +74,7 @@ def lent_weights(
     yield found
     with torch.no_grad():  # the optimizer's parts are views made so, which torch refuses to change otherwise
         for part in parts:
-            if hasattr(part, "_copy_main_params_to_model_params"):  # else these are the parameters themselves
+            if hasattr(part, "_copy_main_params_to_model_params"):  # else mains are the parameters
                 part._copy_main_params_to_model_params()
     if any(isinstance(part, DistributedOptimizer) for part in parts):
         for chunk in chunks:

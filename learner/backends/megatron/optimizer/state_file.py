@@ -36,7 +36,7 @@ class Transfer:
         self._parts = parts
 
     def wait(self) -> None:
-        """Wait until all of them have arrived. Raises `TrainingError` if they cannot, or take too long."""
+        """Wait until all bytes have arrived. Raises `TrainingError` if they cannot, or take too long."""
         for part in self._parts:
             try:
                 failure = part.exception(TIMEOUT_S)
@@ -83,7 +83,7 @@ class StateFile:
             ) from error
         self._queue: _Queue = SimpleQueue()
         for _ in range(THREADS):
-            # At its end Python waits for the threads of a pool: for ever, where a disk hangs.
+            # At the exit Python waits for the threads of a pool: for ever, where a disk hangs.
             Thread(target=_work_off, args=(self._queue,), name="optimizer-state", daemon=True).start()
             _at_its_end(self, self._queue.put, None)
 
@@ -119,14 +119,14 @@ class StateFile:
 
 
 def _at_its_end(file: StateFile, call: Callable[..., object], *args: object) -> None:
-    """Call it when nobody has the file any more; when the process ends, the system does all of this."""
+    """Call `call` when nobody has the file any more; when the process ends, the system does all of this."""
     weakref.finalize(file, call, *args).atexit = False
 
 
 def _work_off(queue: _Queue) -> None:
     while (work := queue.get()) is not None:
         work()
-        del work  # it keeps the file
+        del work  # the work keeps the file
 
 
 def _all_of(call: _Call, file: int, content: memoryview, start: int) -> None:

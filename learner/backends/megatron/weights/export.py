@@ -41,7 +41,7 @@ def exported_pieces(
         if mine is None or (mine.dimension is None and tensor_group(expert).rank() > 0):
             continue
         numbers, starts, step = _rows(rule, mine, shape, places)
-        known = int((numbers >= 0).sum())  # behind them there is what makes slices equally large
+        known = int((numbers >= 0).sum())  # behind the known rows lies what makes slices equally large
         place = _of_replica(known, expert)
         if place.start < place.stop:
             rows, dtype = mine.parameter.view(len(mine.parameter), -1), mine.parameter.dtype
@@ -129,7 +129,7 @@ class WeightExport:
         yield from self._others()
 
     def trained(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of the model, as `stream` does."""
+        """Yield the weights of the model, as `stream` does."""
         return stream_hf_weights(self._chunks, self._hf_config, self._holders(), rules=self._rules)
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:

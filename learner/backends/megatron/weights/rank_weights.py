@@ -63,7 +63,7 @@ def load_hf_weights(
     stacks = stacks_of(hf_config)
     wanted = {name for name in state if head is not None or not family.beside(name)}
     if len(wanted) < len(state) and dist.get_rank() == 0:
-        why = "they are of heads for several next tokens, which stay as they came"
+        why = "heads for several next tokens stay as they came"
         log.info("weights_not_trained", tensors=len(state) - len(wanted), why=why)
     here = list(_problems(slices, rules, hf_config, state, wanted))
     problems = list(dict.fromkeys(problem for of_rank in gathered(here) for problem in of_rank))

@@ -125,7 +125,7 @@ def _join(
 def queries_and_keys(
     heads: Tensor, query_weight: Tensor | None, key_weight: Tensor | None
 ) -> tuple[tuple[slice, Tensor | None], tuple[slice, Tensor | None]]:
-    """Return their places among the heads of a group, and the weights of their norms."""
+    """Return the places of both among the heads of a group, and the weights of their norms."""
     queries = heads.shape[2] - 2
     return (slice(0, queries), query_weight), (slice(queries, queries + 1), key_weight)
 

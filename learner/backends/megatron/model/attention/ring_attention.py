@@ -122,7 +122,7 @@ class _Exchange:
         self, leaving: Sequence[Tensor], target: int, arriving: list[Tensor], source: int,
         group: dist.ProcessGroup,
     ) -> None:  # fmt: skip
-        self._leaving = [x.contiguous() for x in leaving]  # kept until they are sent
+        self._leaving = [x.contiguous() for x in leaving]  # kept until all are sent
         self._arriving = arriving
         operations = [
             dist.P2POp(operation, x, group=group, group_peer=peer)

@@ -102,7 +102,7 @@ Run = tuple[range, range]
 
 
 def _numbers(tokens: range, runs: Sequence[range]) -> list[range]:
-    """Return those of the tokens that are in the runs, by their numbers when the runs lie end to end."""
+    """Return the tokens that are in the runs, by their numbers when the runs lie end to end."""
     firsts = accumulate((len(run) for run in runs), initial=0)
     found = ((common(run, tokens), first - run.start) for run, first in zip(runs, firsts, strict=False))
     return [range(part.start + shift, part.stop + shift) for part, shift in found if part]
@@ -136,7 +136,7 @@ def _level(runs: Sequence[Run]) -> TreeLevel:
 def attend_along_paths(
     query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, *, scale: float
 ) -> Tensor:
-    """Attend from each token to those on its path: [N, heads, d] and twice [U, groups, d] to [N, heads, d].
+    """Attend from each token to its path: [N, heads, d] and twice [U, groups, d] to [N, heads, d].
 
     Keys and values are those of the whole line of segments, queries those of this rank. `scale` is a factor
     of the scores. On CUDA the dtype is one of 16 bits."""
