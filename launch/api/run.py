@@ -123,13 +123,13 @@ class Stream(Generic[T]):
                 await asyncio.sleep(POLL_S)
 
     def _look(self, take: Callable[[], Sequence[T]]) -> tuple[bool, Sequence[T]]:
-        """Return whether it is over, and the next values. Raises the failure of the run after the last."""
+        """Return whether the run is over, and the next values. Raises its failure after the last."""
         ended = not self._running()  # first: what came last is taken
         try:
             found = take()
         except SluiceError:
             if ended:
-                self._raise_failure()  # it says why the files are missing
+                self._raise_failure()  # the failure says why files are missing
             raise
         over = ended and not found
         if over:
@@ -147,11 +147,11 @@ class Run:
     """A run that goes on, or has ended, with its directory on this host."""
 
     def __init__(self, directory: RunDirectory, process: LocalProcess | None = None) -> None:
-        """Make it by `launch.start` or `launch.attach`; `process` is the one that this program started."""
+        """Make a run by `launch.start` or `launch.attach`; `process` is the one that this program started."""
         self._directory = directory
         self._process = process
         self._decode: Decode | None = None
-        if not structlog.is_configured():  # by itself structlog prints among what the program prints
+        if not structlog.is_configured():  # unconfigured structlog prints among what the program prints
             configure_logging("warning")
 
     def __repr__(self) -> str:
@@ -185,7 +185,7 @@ class Run:
         [found] = recorded_runs([self.path])
         return found
 
-    # --- what it does, as it does it ---
+    # --- what the run does, as it does it ---
 
     def metrics(self) -> Stream[Record]:
         """Return every row of metrics.jsonl by name, such as `reward/mean`: steps of all kinds, evaluations.
@@ -222,7 +222,7 @@ class Run:
             self._decode = decoder(model_of_run(recorded_config(self._directory), self._directory))
         return self._decode(token_ids)
 
-    # --- its end ---
+    # --- the end of a run ---
 
     def wait(self, timeout_s: float | None = None) -> Result:
         """Wait until the run has ended, and return its result.
@@ -316,7 +316,7 @@ class NewTrajectories:
                         return found
                 return ()
         except ConfigError:
-            if self.running():  # its storage makes them
+            if self.running():  # the run's storage makes the files
                 return ()
             raise
 
@@ -335,6 +335,6 @@ class NewHeldOutAnswers:
         while waiting := [number for number in store.numbers() if number > self.last][:AT_ONCE]:
             found = store.read(waiting)
             self.last = waiting[-1]
-            if found:  # those that storage has removed meanwhile say nothing of what is left
+            if found:  # groups that storage has removed meanwhile say nothing of the rest
                 return [t for number, one in found.items() for t in named_answers(number, one)]
         return ()

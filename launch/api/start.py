@@ -70,10 +70,10 @@ def start(
         sources.append(Source("environment", {"actors": {"environment": own}}))
     layer = merged(sources)
     resolve(layer)
-    if holder := supervisor_of(path):  # before its start.json is written over
+    if holder := supervisor_of(path):  # before the run's start.json is written over
         raise going_on(path, holder, "take it by launch.attach")
     settings_file = run.path / SETTINGS_FILE
-    url = layer.get("bus", {}).pop("url", None)  # it may hold a password: no file and no argument has it
+    url = layer.get("bus", {}).pop("url", None)  # a URL may hold a password: no file or argument has it
     write_json(settings_file, to_jsonable_python(layer))
     variables = without_setting_variables() | ({} if url is None else {URL_VARIABLE: url})
     variables.pop("FORCE_COLOR", None)  # Jupyter sets it, and the output is a file

@@ -48,7 +48,7 @@ class AnsweringModel:
     stops: Sequence[int]
     images: ImageChat | None
     name: str
-    """What it is, for a human and to tell results of other models apart."""
+    """What the model is, for a human and to tell results of other models apart."""
 
     def text(self, token_ids: np.ndarray) -> str:
         return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)

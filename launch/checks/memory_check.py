@@ -36,7 +36,7 @@ def refuse_too_large(config: RunConfig, hf_config: PretrainedConfig) -> None:
     else:
         on_host += rank.state * world.processes
     if config.actors.engine.in_process:
-        on_host += 2 * published  # its own weights, and the newest in the actor
+        on_host += 2 * published  # the engine's weights, and the newest in the actor
     where = "of the memory of this host or container by learner and actor"
     _refuse(named, where, on_host, memory_bytes(), "learner.lora.rank")
     free = shutil.disk_usage(_existing(config.directory)).free

@@ -62,7 +62,7 @@ def transport_remark(config: RunConfig) -> str:
     transport, stream_bytes = config.learner.publication.transport, config.bus.streams.weights_mib * MIB
     if config.model.path is None:
         return ""
-    from learner.model_directories.dtypes import published_dtype  # it loads torch
+    from learner.model_directories.dtypes import published_dtype  # loads torch
 
     model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
     item_bytes = published_dtype(config.learner, config.model).itemsize

@@ -30,7 +30,7 @@ docstring_parser.parse_from_object = cache(
         docstring_parser.parse("") if isinstance(documented, type) else _parse_docstring(documented)
     )
 )
-# It also keeps the line breaks of a command's docstring, which the terminal's width then breaks once more.
+# The parser also keeps the line breaks of a docstring, which the terminal's width then breaks once more.
 _parse_text = docstring_parser.parse
 
 
@@ -134,11 +134,11 @@ class LiveRun:
         return with_role_of(where, roles) if roles else where
 
     def live_config(self, *roles: str) -> RunConfig:
-        """Return them for a command that asks the run's processes. Raises `ConfigError` if these ended."""
+        """Return settings of a command that asks the run's processes. Raises `ConfigError` if these ended."""
         from launch.run_view.recorded_runs import recorded_runs
 
         path = self.directory / self.run_name
-        if not short_forms(self.bus, self.creds) and (path / "bus").is_dir():  # it ends with the run
+        if not short_forms(self.bus, self.creds) and (path / "bus").is_dir():  # such a bus ends with the run
             [run] = recorded_runs([path])
             if not run.pids and run.state != "unseen":
                 raise ConfigError(
@@ -161,5 +161,5 @@ def run_and_own_settings(
     if needs_bus:
         given = with_bus_of_run(given)
     where = {key: given.pop(key) for key in ProcessConfig.model_fields if key in given}
-    validate(given)  # a wrong one is refused before the bus is asked for the others
+    validate(given)  # a wrong setting is refused before the bus is asked
     return validate(where), given

@@ -82,7 +82,7 @@ COMMANDS = (
     tool_commands,
     watch_commands,
 )
-"""Importing them is what makes their commands known to `app`."""
+"""Modules whose import makes their commands known to `app`."""
 OPTIONS = Group("Options", sort_key=len(GROUPS))
 FURTHER_HELP = f"""\
 To begin: `launch local --preset sort` trains a small policy from nothing on this machine, in minutes.
@@ -109,7 +109,7 @@ def group_commands() -> None:
         for place, name in enumerate(name for name in names if name in known):
             app[name].group = group
             app[name].sort_key = place
-            app[name].help_epilogue = ""  # else it would have the one of `launch` itself
+            app[name].help_epilogue = ""  # else the epilogue of `launch` itself
     for option in ("--help", "--version"):
         app[option].group = OPTIONS
     app.help_epilogue = FURTHER_HELP
@@ -206,6 +206,6 @@ def _complaint(error: CycloptsError) -> str:
     if isinstance(error, RepeatArgumentError) and str(error.token.keyword).startswith("--policies."):
         return f"{error.token.keyword} is given several times: give its values once, with commas between them"
     message = str(error)
-    if isinstance(error, UnknownCommandError):  # it goes on with the first few commands in no order
+    if isinstance(error, UnknownCommandError):  # the message ends with a few commands in no order
         message = f"{message.partition(' Available commands:')[0]} --help lists all"
     return message[:1].lower() + message[1:].removesuffix(".")

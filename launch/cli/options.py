@@ -130,7 +130,7 @@ class AskedServer:
     ] = None
 
     def endpoint(self) -> "ChatEndpointConfig | None":
-        """Return how it is asked, if one is named. Raises `ConfigError` for a URL or model that is none."""
+        """Return the named server, if one is. Raises `ConfigError` for a URL or model that is none."""
         from actors.settings.evaluation import ChatEndpointConfig
 
         given = {"url": self.url, "model": self.model, "key_variable": self.key_variable}

@@ -281,7 +281,7 @@ async def _form_token(request: Request) -> str:
 
 
 async def _body(request: Request, most_bytes: int) -> bytes:
-    """Return what was sent; of a longer one, which is not read to its end, nothing."""
+    """Return the body that was sent; of a longer one, which is not read to its end, nothing."""
     body = b""
     async for part in request.stream():
         body += part

@@ -25,7 +25,7 @@ class Chart:
     prefix: str = ""
     """Beginning of the names of further quantities that are drawn, labelled with the rest of their names."""
     warmup: bool = False
-    """Says whether it is of the supervised stage, whose steps are counted for themselves."""
+    """Says whether the chart is of the supervised stage, whose steps are counted for themselves."""
 
     def draws(self, name: str) -> bool:
         return name in self.curves or bool(self.prefix and name.startswith(self.prefix))

@@ -18,7 +18,7 @@ BUS_PERIOD_S = 2.0
 
 
 class CurveFeed:
-    """Reads no more than it is asked for: each `refresh` takes the next part. A long file is sampled first,
+    """Reads a file as far as asked: each `refresh` takes the next part. A long file is sampled first,
     so that its curves show at once, and then read from its beginning."""
 
     def __init__(self, run: RunDirectory, locate: Locate) -> None:

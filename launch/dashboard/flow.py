@@ -114,7 +114,7 @@ def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
     if last is not None:
         figures += [
             (duration(last.step_s), "the last step took"),
-            (duration(last.waiting_s), "of which it waited"),
+            (duration(last.waiting_s), "of which the learner waited"),
         ]
     if state.trained_s is not None:
         figures.append((duration(max(0, round(state.asked_s - state.trained_s))), "since the newest step"))

@@ -43,7 +43,7 @@ class StatusWatch:
     def look(self) -> None:
         """Begin to ask, unless that goes on or was done just now. Raises what a question failed by."""
         if self._asking is not None and self._asking.done():
-            asking, self._asking = self._asking, None  # first: one that failed must not end all later ones
+            asking, self._asking = self._asking, None  # first: a failed question must not end later ones
             asking.result()
         period_s = PERIOD_S if self._state is not None else AWAY_PERIOD_S
         age_s = time.monotonic() - self._asked_s
@@ -71,7 +71,7 @@ class StatusWatch:
         except SluiceError as error:  # the run is over, or its bus is away: that is what the page says
             log.debug("run_does_not_answer", run=self._run, reason=str(error))
             answered_s = self._answered_s
-            last = "" if answered_s is None else f"it answered last at {since(answered_s, time.time())}"
+            last = "" if answered_s is None else f"the run answered last at {since(answered_s, time.time())}"
             self._state, self._problem = None, "; ".join(filter(None, [full, str(error), last]))
         self._asked_s = time.monotonic()
         self.revision += 1

@@ -86,7 +86,7 @@ async def one_trajectory(source: TrajectorySource, name: str, *, labelled: bool 
         raise ConfigError(f"{name} is not among the complete groups: it is due, retired or was never there")
     decode = await source.decode()
     training = (await source.training([lease]))[lease]
-    # a long one takes a while to decode
+    # A long trajectory takes a while to decode.
     shown = await asyncio.to_thread(_shown, found, group, training, decode)
     return shown | {"label": training.label if labelled else None}
 

@@ -53,8 +53,8 @@ class AnswersFile:
 
     @contextmanager
     def opened(self, identity: Mapping[str, Json]) -> Iterator["AnswersFile"]:
-        """Read what is there, and let nobody else add to it while inside. Raises `ConfigError` for a
-        directory with answers of another evaluation, or that somebody uses."""
+        """Read the answers that are there, and let nobody else add to them while inside. Raises `ConfigError`
+        for a directory with answers of another evaluation, or that somebody uses."""
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("a") as lock:
             if not try_lock(lock):

@@ -110,7 +110,7 @@ class SetResult:
     seconds: float
 
     def to_json(self) -> dict[str, Json]:
-        """Return it as JSON; a score is an object of mean, low and high."""
+        """Return the result as JSON; a score is an object of mean, low and high."""
         return {**asdict(self), "scores": {name: one._asdict() for name, one in self.scores.items()}}
 
     def __str__(self) -> str:

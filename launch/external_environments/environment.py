@@ -48,7 +48,7 @@ class VirtualEnvironment:
         return self.place / "venv" / "bin" / "python"
 
     def make(self) -> None:
-        """Make it, unless it is whole. Raises `ConfigError` for what cannot be installed."""
+        """Make the environment, unless it is whole. Raises `ConfigError` for what cannot be installed."""
         complete = self.place / "installed"
         if complete.exists():
             return
@@ -102,7 +102,7 @@ class Kind:
     about: str
     """What stands behind the colon, for errors."""
     network: Literal["gateway", "host"] = "gateway"
-    """What its process reaches while it plays; all may reach the network while rows are made."""
+    """What the process reaches while it plays; all may reach the network while rows are made."""
 
 
 def _of_verifiers(name: str) -> tuple[str, ...]:
@@ -181,9 +181,9 @@ class ExternalEnvironment:
         return {"data": files, "actors": {"environment": environment}}
 
     def prepare(self) -> None:
-        """Install it and write its prompts, unless that was done. Raises `ConfigError` for what cannot be."""
+        """Install packages and write prompts, unless done before. Raises `ConfigError` for what cannot be."""
         if self.kind == REASONING_GYM:
-            return  # its package is one of Sluice's own, and its prompts are a task
+            return  # the package is one of Sluice's own, and the prompts are a task
         from storage.disk.atomic_files import one_at_a_time  # not for help
 
         with one_at_a_time(self.place, timeout_s=ROWS_TIMEOUT_S):
@@ -260,7 +260,7 @@ def external_environment(named: str) -> ExternalEnvironment:
     if not (colon and name):
         raise ConfigError(f"--environment {named}: write {kind}:NAME, where NAME is {kinds[kind]}")
     if kind == HARBOR:
-        from launch.external_environments.harbor import HarborEnvironment  # which is one, too
+        from launch.external_environments.harbor import HarborEnvironment  # imports this module, too
 
         return HarborEnvironment(file)
     return ExternalEnvironment(file)

@@ -67,7 +67,7 @@ class HarborEnvironment(ExternalEnvironment):
         return {"data": self._files, "actors": {"environment": environment}}
 
     def prepare(self) -> None:
-        """Write its prompts, and build its images where sandboxes are containers. Raises `ConfigError`."""
+        """Write the prompts, and build images where sandboxes are containers. Raises `ConfigError`."""
         from storage.disk.atomic_files import write_file  # not for help
 
         if self._socket is not None:

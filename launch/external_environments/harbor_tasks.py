@@ -42,7 +42,7 @@ class HarborTask:
         return self.config.get(table, {}).get(name)
 
     def megabytes(self, name: str) -> int | None:
-        """Return its memory or storage in MiB, which earlier tasks say as `2G`."""
+        """Return the task's memory or storage in MiB, which earlier tasks say as `2G`."""
         number, told = self.setting("environment", f"{name}_mb"), self.setting("environment", name)
         if number is not None or told is None:
             return None if number is None else int(number)

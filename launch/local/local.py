@@ -225,7 +225,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         "actors",
         _command("actors", *join, *python, *_monitoring(config, "actors")),
         drain_s=_actors_drain_s(config),
-        may_end=lambda: stage_of(run) == "done",  # they may be sooner than the learner, which says so
+        may_end=lambda: stage_of(run) == "done",  # actors may be sooner than the learner, which says so
         smaller="lower actors.engine.slots",
     )
     learner = replace(_learner_part(config, "learner", join), ends_run=True)

@@ -48,7 +48,7 @@ class Part:
     ends_run: bool = False
     """Says whether the run is over when it ends with status 0."""
     may_end: Callable[[], bool] = lambda: False
-    """Tells whether it has done its work when it ends with status 0, and the run goes on without it."""
+    """Tells whether a part has done its work when it ends with status 0, and the run goes on without it."""
     smaller: str = ""
     """Settings with which it takes less memory, said when the kernel has killed it for lack of memory."""
     memory_kills: MemoryKills = field(default_factory=MemoryKills)

@@ -28,7 +28,7 @@ R = TypeVar("R", bound=Message)
 
 @dataclass(frozen=True)
 class Asked:
-    """Who is asked, and what may be said of it."""
+    """Who is asked, and what may be said of the answer."""
 
     who: str
     refused: str

@@ -192,7 +192,7 @@ def _passes(model: Model, learner: LearnerConfig, tokens: int, stage: int) -> tu
     ]
     each = [one.of_norms / of_norms + one.divided / parallel.tensor for one in kept]
     if learner.backend == "fsdp":
-        # its attention takes copies of keys and values for grouped queries, and sums of the residual stream
+        # Attention takes copies of keys and values for grouped queries, and sums of the residual stream.
         each = [elements + 2 * hidden for elements in each]
     in_flight = parallel.pipeline - stage
     more = _exchanged(model.hf_config.get_text_config(), parallel)

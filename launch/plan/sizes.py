@@ -98,9 +98,9 @@ class LayerElements:
     """Elements that one layer keeps of a token for its backward pass."""
 
     of_norms: int
-    """Those that tensor ranks have alike, unless they share the tokens between layers (`sequence`)."""
+    """Elements that tensor ranks have alike, unless they share the tokens between layers (`sequence`)."""
     divided: int
-    """Those that tensor ranks share."""
+    """Elements that tensor ranks share."""
 
 
 def layer_elements(hf_config: PretrainedConfig, layer: int) -> LayerElements:

@@ -82,12 +82,12 @@ def fail(*errors: BaseException) -> NoReturn:
         print(PREFIX + indented, file=sys.stderr)  # noqa: T201 - the user's terminal
     if RANK in os.environ and any(isinstance(error, WorldError) for error in errors):
         sys.stderr.flush()
-        os._exit(ending)  # its threads may wait in a collective for a rank that is gone
+        os._exit(ending)  # threads may wait in a collective for a rank that is gone
     sys.exit(ending)
 
 
 def _status(error: BaseException) -> int:
-    from bus.waiting import is_away  # it imports nats, and --help is to be quick
+    from bus.waiting import is_away  # imports nats, and --help is to be quick
 
     if isinstance(error, ConfigError):
         return USAGE
@@ -122,7 +122,7 @@ def _logged_failure(line: str) -> str | None:
         return None
     try:
         logged = json.loads(line)
-    except ValueError:  # its beginning was cut off
+    except ValueError:  # the line's beginning was cut off
         return None
     return str(logged["reason"]) if logged.get("event") == FAILED else None
 

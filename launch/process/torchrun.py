@@ -75,7 +75,7 @@ def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
     os.environ[SUPERVISOR] = str(os.getpid())
     os.environ[NODE_RANK] = str(world.node_rank or 0)
     elastic = logging.getLogger("torch.distributed.elastic")
-    elastic.addHandler(logging.NullHandler())  # what matters of it we say ourselves
+    elastic.addHandler(logging.NullHandler())  # what matters of this log we say ourselves
     elastic.propagate = False
     where = _rendezvous(world, run)
     try:
@@ -100,7 +100,7 @@ def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
         return 0
     statuses = {failure.exitcode for failure in result.failures.values()}
     if said := [status for status in PASSED_ON if status in statuses]:
-        return said[0]  # it has said why
+        return said[0]  # that rank has said why
     first = (world.node_rank or 0) * world.processes
     last = ", ".join(
         f"rank {first + failure.local_rank} with {agent.ending(failure.exitcode)}"

@@ -212,7 +212,7 @@ class History:
 
 
 def _left(evaluations: dict[int, Evaluation], step: Step) -> dict[int, Evaluation]:
-    """Return those that no later weights than those of `step` have drawn, or that came after it."""
+    """Return evaluations that no later weights than those of `step` have drawn, or that came after it."""
     return {
         version: evaluation
         for version, evaluation in evaluations.items()

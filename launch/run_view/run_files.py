@@ -83,7 +83,7 @@ class Origin(BaseModel):
     """Steps on demonstrations before."""
 
     def __str__(self) -> str:
-        """Return it as `model.from_run` takes it, and what of the supervised stage a step 0 does not say."""
+        """Return the origin as `model.from_run` takes it, for step 0 with the supervised steps."""
         taught = f" after {self.warmup_step} steps on demonstrations" if not self.step else ""
         return f"{self.run}@{self.step}{taught if self.warmup_step else ''}"
 
@@ -97,7 +97,7 @@ class Waiting(BaseModel):
 
 
 class _NotedWaiting(Waiting):
-    """The same in its file, with the learner that noted it."""
+    """What the learner waits for, in its file, with the learner that noted it."""
 
     host: str = ""
     pid: int = 0
@@ -145,7 +145,7 @@ class RunFiles:
 
     @property
     def learner_settings(self) -> dict[str, Json]:
-        """Return those that the run's learner had when it last started; none where it never did."""
+        """Return the settings that the learner had when it last started; none where it never did."""
         return by_name(self._json("learner.json", SETTINGS, SETTINGS_REMEDY)[1] or {})
 
     @property
@@ -183,7 +183,7 @@ class RunFiles:
 
     @cached_property
     def waiting(self) -> Waiting | None:
-        """Return what its learner waits for, if it noted a long wait; the note of one that was killed on this
+        """Return what the learner waits for, if it noted a long wait; the note of one that was killed on this
         host is none."""
         noted = self._json("waiting.json", WAITING, WAITING_REMEDY)[1]
         if noted is None or not noted.pid or noted.host != platform.node():

@@ -32,7 +32,7 @@ async def only_process(lock: Path, *, patience_s: float) -> AsyncIterator[int]:
             file.seek(0)
             pid, _, place = file.read().partition("\n")
             holder = int(pid or "0")
-            if place not in ("", pids_of()):  # its number may be that of any process here, even of this one
+            if place not in ("", pids_of()):  # there the number is of another process
                 raise going_on(lock.parent, f"{holder} of another container or host")
             if psutil.pid_exists(holder) or time.monotonic() > began + patience_s:
                 raise going_on(lock.parent, str(holder))

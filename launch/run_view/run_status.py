@@ -40,7 +40,7 @@ class RunState:
     """What a live run said of itself within a moment; what is missing here did not answer."""
 
     monitor: RunMonitor
-    """What its processes sent: their statuses, and the metrics of recent steps."""
+    """What the run's processes sent: their statuses, and the metrics of recent steps."""
     asked_s: float
     """Time of the first question, in seconds since the epoch."""
     config: RunConfig | None = None

@@ -32,7 +32,7 @@ def problems(state: RunState) -> list[str]:
         if status.settings_differ:
             names = "; ".join(status.settings_differ)
             found.append(f"{status.source} works by other settings than the run has, start it again: {names}")
-        if status.not_storing and not state.full_disk:  # which explains it
+        if status.not_storing and not state.full_disk:  # a full disk explains this
             found.append(f"{status.source} says: {stores_nothing(status.not_storing)}")
         if alarm := status.values.get("alarm"):
             found.append(f"{status.source}: ALARM: {alarm}")

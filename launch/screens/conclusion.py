@@ -38,8 +38,8 @@ async def concluding(bus: Bus, config: RunConfig, run: RunDirectory) -> AsyncIte
     finally:
         await cancelled(waiting, alerting)
     if not waiting.cancelled():
-        waiting.result()  # raises what it failed by
-    if monitor.values("learner") or not run.summary.exists():  # else the one that is there says more
+        waiting.result()  # raises what the task failed by
+    if monitor.values("learner") or not run.summary.exists():  # else the summary that is there says more
         await asyncio.to_thread(_conclude_recorded, config, run, monitor)
 
 

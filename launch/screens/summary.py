@@ -285,7 +285,7 @@ def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
         ("... complete, in store", count(_known(summary, "trajectories_in_store"))),
         ("... still rolling out", count(_known(summary, "trajectories_rolling_out"))),
         *([("Messages set aside", ", ".join(aside))] if aside else []),
-        ("Every one accounted for", accounted),
+        ("All accounted for", accounted),
         ("Worst staleness", f"{seen} policy versions, {allowed} allowed"),
         ("Peak memory", _memory(summary)),
     ]

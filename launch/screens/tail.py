@@ -48,7 +48,7 @@ async def tail_run(
         tail = _Tail(source, search, options, show)
         seen = await tail.recent()
         while not (options.once or stop.is_set()):
-            is_over = await source.is_over()  # asked before what is new: nothing comes after it
+            is_over = await source.is_over()  # asked before what is new: nothing comes after the end
             await tail.new(seen, stop)
             if is_over:
                 return
@@ -78,11 +78,11 @@ class _Tail:
             if self._options.once and not shown:
                 _say(f"none of {found.searched} groups has such a trajectory")
             elif self._options.once and below is not None:
-                _say(f"older ones may follow: --below {below}")
+                _say(f"older trajectories may follow: --below {below}")
         return seen
 
     async def new(self, seen: set[int], stop: asyncio.Event) -> None:
-        """Show what has become complete since, and add it to what was `seen`."""
+        """Show the trajectories that became complete since, and add them to what was `seen`."""
         try:
             leases = [lease for lease in await self._search.leases() if lease not in seen]
             for first in range(0, len(leases), AT_ONCE):

@@ -104,7 +104,7 @@ def _stage(monitor: RunMonitor) -> str:
         return f"learner not heard yet, step {monitor.history.last.step} recorded"
     if monitor.stage == "warmup":
         return f"{stage}, step {integer(learner, 'warmup_step')} of {settings.warmup_steps}"
-    if settings.steps == 0 and monitor.stage in ("rl", "done"):  # its steps were those before
+    if settings.steps == 0 and monitor.stage in ("rl", "done"):  # the steps were those of the warm-up
         return "finishing" if monitor.stage == "rl" else stage
     if monitor.stage in ("rl", "done"):
         version = integer(learner, "policy_version")
@@ -265,7 +265,7 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
     absent = [Text(f"{role:<{NAME}} {_absent(monitor)}", style="yellow") for role in monitor.absent_roles]
     max_lines -= len(absent)
     left = len(shown) - max_lines + 1
-    if len(shown) > max_lines:  # of many, only those that fit are put into words
+    if len(shown) > max_lines:  # of many processes, only as many as fit are put into words
         blocks = [_process(monitor, process, width, rows=1) for process in shown[: max_lines - 1]]
         blocks.append([Text(f"... and {left} more", style="dim")])
     else:

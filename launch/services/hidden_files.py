@@ -47,7 +47,7 @@ def hidden_files(config: RunConfig) -> Iterator[Path]:
     yield from _caches()
     yield from (home / name for home in _homes() for name in OF_HOME)
     yield from map(Path, OF_HOST)
-    if (scratch := Path(gettempdir())) != Path("/tmp") and not _is_needed(scratch):  # that one is covered
+    if (scratch := Path(gettempdir())) != Path("/tmp") and not _is_needed(scratch):  # /tmp is covered
         yield scratch
 
 

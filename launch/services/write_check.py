@@ -38,7 +38,7 @@ async def until_it_cannot_store(url: str, credentials: Credentials | None = None
                 reason = str(error) or type(error).__name__
                 answers = await _answers(
                     js
-                )  # one that does not is slow, suspended or away: no reason to end it
+                )  # a silent server is slow, suspended or away: no reason to end it
                 failed = failed + 1 if answers else 0
                 log.debug("probe_failed", reason=reason, server_answers=answers)
             await asyncio.sleep(PERIOD_S)

@@ -319,7 +319,7 @@ def config_file(path: Path) -> dict[str, Any]:
 
 def flags(given: object) -> dict[str, Any]:
     """Return the layer that a command line's flags make; `none` means no value where a setting allows it."""
-    return _without_none(given, ()) if isinstance(given, Mapping) else {}  # else it is the default
+    return _without_none(given, ()) if isinstance(given, Mapping) else {}  # else the default
 
 
 def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str, Any]:

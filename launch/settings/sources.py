@@ -15,7 +15,7 @@ class Source:
     """Some settings and their origin."""
 
     origin: str
-    """Where they come from, for a human: `preset sort`, `file mine.toml`, `environment SLUICE_RUN`."""
+    """Origin of the settings, for a human: `preset sort`, `file mine.toml`, `environment SLUICE_RUN`."""
     layer: Layer
 
 

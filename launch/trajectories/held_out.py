@@ -40,7 +40,7 @@ class HeldOutTrajectories(StoredTrajectories):
 
     @asynccontextmanager
     async def groups(self) -> AsyncIterator[Groups]:
-        """Return what reads them. Raises `ConfigError` where storage's directory is elsewhere."""
+        """Return what reads the groups. Raises `ConfigError` where storage's directory is elsewhere."""
         if not self._run.exists:
             raise ConfigError("answers to held-out prompts are kept on the host of the run's storage only")
         yield _HeldOutGroups(self._store, self._training)

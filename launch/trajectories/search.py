@@ -42,7 +42,7 @@ class TrajectoryFilter:
     data_set: str | None = None
     lease: int | None = None
     recorded: bool = False
-    """Whether only those are wanted of which the importance ratio of each token is known."""
+    """Whether a trajectory must have a known importance ratio for each token."""
     text: str | None = None
     """Text that the trajectory has somewhere, in capitals or not."""
     below: int | None = None
@@ -128,7 +128,7 @@ class Search:
         return self._wanted.matches(t) and (self._recorded is None or t.trajectory_id in self._recorded)
 
     async def _with_ratios(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
-        """Return those with an importance ratio that is wanted. Raises `ConfigError` where none is known."""
+        """Return trajectories with a wanted importance ratio. Raises `ConfigError` where none is known."""
         training = await self._source.training({t.lease_id for group in groups for t in group})
         if any(one.use is None for one in training.values()):
             raise ConfigError(
@@ -140,7 +140,7 @@ class Search:
         return [[t for t in group if t.trajectory_id in wanted] for group in groups]
 
     def _with_text(self, groups: Sequence[Sequence[Trajectory]], text: str) -> list[list[Trajectory]]:
-        """Return those whose prompts, answers or text between them have `text`, which is casefolded."""
+        """Return trajectories that have `text`, which is casefolded, in any part."""
         return [
             [t for t in group if text in self.decode(t.token_ids.tolist()).casefold()] for group in groups
         ]

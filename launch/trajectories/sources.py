@@ -115,7 +115,7 @@ class StoredTrajectories:
     def _decoder(self) -> Decode:
         model = model_of_run(recorded_config(self._run), self._run)
         found = decoder(model)
-        if has_tokenizer(model):  # it may come only after the run was looked at
+        if has_tokenizer(model):  # the tokenizer may come only after the run was looked at
             self._decode = found
         return found
 

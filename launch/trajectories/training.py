@@ -104,7 +104,7 @@ class GroupTraining:
 
 
 def is_greedy(t: Trajectory) -> bool:
-    """Return whether all its tokens were chosen, not drawn."""
+    """Return whether all tokens were chosen, not drawn."""
     return bool(t.turns) and all(turn.is_greedy for turn in t.turns)
 
 

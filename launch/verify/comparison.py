@@ -236,7 +236,7 @@ def _compare_stored(evidence: Evidence, verdicts: Verdicts) -> None:
 
 
 def _add_unlisted(records: ActorRecords, verdicts: Verdicts, name: str, writer: str) -> None:
-    """Add what its sender or giver did not write down, or what cannot be known without that one's records."""
+    """Add what the sender or giver did not write down, or what cannot be known without its records."""
     if writer in records.writers - records.incomplete:
         verdicts.add("unlisted", name, f"{writer} kept records, and has none of it")
     else:

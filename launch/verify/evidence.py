@@ -76,7 +76,7 @@ class ActorRecords:
     writers: set[str] = field(default_factory=set)
     """Actors, and sources of late rewards, of which there are records."""
     incomplete: set[str] = field(default_factory=set)
-    """Those of them some of whose records are known to be gone."""
+    """Writers some of whose records are known to be gone."""
     garbled: int = 0
 
 
@@ -84,7 +84,7 @@ class Stored(NamedTuple):
     """A trajectory in a segment."""
 
     copy: Copy
-    """As it arrived: a reward that came later is not in it."""
+    """The trajectory as it arrived: a reward that came later is not in it."""
     actor: str
     reward: float | None
     """The reward that it has now, also one that came later."""

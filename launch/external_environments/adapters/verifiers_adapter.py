@@ -147,7 +147,7 @@ def open_source(name: str, settings: Mapping[str, Any]) -> Loaded | Tasks:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        return Tasks(module, settings)  # one that verifiers brings
+        return Tasks(module, settings)  # an environment that verifiers brings
     return Loaded(loaded, settings) if hasattr(loaded, "load_environment") else Tasks(module, settings)
 
 

@@ -470,7 +470,7 @@ async def test_a_page_that_is_cut_off_says_that_the_run_is_not_known_and_since_w
                 link.flows.clear()
                 words = page.locator(".words", has_text="How the run is now is not known (")
                 await words.wait_for()
-                last = r"; it answered last at \d\d:\d\d:\d\d \(.* s\)\)\. Its last metrics came "
+                last = r"; the run answered last at \d\d:\d\d:\d\d \(.* s\)\)\. Its last metrics came "
                 assert re.search(f"no answer.*{last}", await words.inner_text())
                 assert await page.locator(".place").count() == 0, "no part is told as it was"
                 await check(page)

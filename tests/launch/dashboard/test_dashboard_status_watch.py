@@ -56,7 +56,7 @@ async def test_old_answers_are_not_shown_to_who_looks_after_a_while(monkeypatch:
     assert (watch.revision, watch.state) == (0, None), "the page says that the run is asked"
     await look_until_answered(watch)
     await watch.close()
-    assert str(watch.payload()["why"]).startswith("no answer; it answered last at ")
+    assert str(watch.payload()["why"]).startswith("no answer; the run answered last at ")
 
 
 def test_a_page_tells_nothing_of_parts_that_were_not_heard_but_since_when():

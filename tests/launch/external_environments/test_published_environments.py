@@ -263,7 +263,7 @@ def test_run_trains_on_a_game_that_it_installs_and_its_checkpoint_is_measured(tm
         "2",
     ]
     shown = launched("local", "--run", "poker", "--model.path", str(model), *small)
-    assert re.search(r"Every one accounted for +│ yes", shown)
+    assert re.search(r"All accounted for +│ yes", shown)
     assert re.search(r"Optimizer steps +│ 2 of reinforcement learning", shown)
     result = tmp_path / "results"
     launched("eval", "--out", str(result), "--checkpoint", str(tmp_path / "runs/poker"), "--count", "3")

@@ -93,9 +93,9 @@ async def test_a_reader_that_is_cut_off_tells_nothing_as_of_now(bus: Bus, server
             )
             assert "what is shown is older" in shown
             assert "no actors heard" in shown
-            page = await screens.page(lambda shown: "it answered last at" in str(shown["why"]))
+            page = await screens.page(lambda shown: "the run answered last at" in str(shown["why"]))
             assert (page["live"], page["report"], page["flow"]) == (False, None, [])
-            assert re.search(rf"no answer.*; it answered last at {CLOCK}$", str(page["why"])), page["why"]
+            assert re.search(rf"no answer.*the run answered last at {CLOCK}$", str(page["why"])), page["why"]
             with pytest.raises(BusAwayError, match="no answer"):
                 await look_at_run(screens.config, asyncio.Event())
             link.flows.set()
