@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
@@ -125,10 +126,24 @@ class _WeightGradients:
 
 tensor_parallel.layers.fused_weight_gradient_mlp_cuda = _WeightGradients
 
+
+def _swiglu_back(grad: Tensor, gate_and_up: Tensor) -> Tensor:
+    """Return the gradient to the bit as autograd has it of silu(gate) * up, where megatron-core rounds
+    otherwise."""
+    gate, up = gate_and_up.chunk(2, -1)
+    grad, found = grad.to(gate.dtype), torch.empty_like(gate_and_up)
+    of_gate, of_up = found.chunk(2, -1)
+    torch.mul(grad, F.silu(gate), out=of_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+    return found
+
+
 if torch.cuda.is_available():
     from learner.backends.megatron.core import kernels
 
     fused_bias_swiglu.swiglu_back = kernels.swiglu_back
+else:
+    fused_bias_swiglu.swiglu_back = _swiglu_back
 
 # megatron-core's own layers pass None here, and then warn on every call that it is deprecated.
 tensor_parallel.layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group

@@ -249,7 +249,6 @@ def _swish(x: Tensor, gain: float) -> Tensor:
 
 
 def _gate_settings(gate: Gate) -> dict[str, Any]:
-    fused = torch.cuda.is_available() and gate == SILU
     if gate.function == "gelu_tanh":
         function: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
     else:
@@ -257,7 +256,8 @@ def _gate_settings(gate: Gate) -> dict[str, Any]:
     return {
         "gated_linear_unit": True,
         "activation_func": function,
-        "bias_activation_fusion": fused,
+        # it keeps the two halves for the backward pass, and neither silu(gate) nor a copy of up
+        "bias_activation_fusion": gate == SILU,
         "glu_linear_offset": gate.offset,
         "activation_func_clamp_value": gate.limit,
     }
