@@ -76,14 +76,14 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs: Tensor) -> tuple[Tensor | None, ...]:
         """With x = scale * logits: d log p[i] / d x = onehot(i) - p, and of the others' mass r(x) - p.
 
-        r is the softmax over the others alone. Leaves the logits as they are, though on CUDA a gradient is
+        r is the softmax over the others alone. Leaves the logits as they are, though a gradient may be
         written over what it is made from."""
         logits, scale, column, here, log_total, log_others = ctx.saved_tensors
         slopes = of_logprobs * scale[:, None]
         others_exist = log_others - log_total > LEAST_LOGPROB
         of_others = torch.where(others_exist, slopes[:, -1], 0.0)
         all_slopes = slopes[:, :-1].sum(-1) + of_others
-        grad = _toward_others(logits.clone() if logits.is_cuda else logits, log_total, all_slopes, scale)
+        grad = _toward_others(logits.clone(), log_total, all_slopes, scale)
         log_others = torch.where(
             others_exist, log_others, -LEFT_OUT
         )  # else inf * 0: exp(x) of what has no mass
@@ -161,7 +161,7 @@ def _without(logits: Tensor, column: Tensor, here: Tensor) -> Tensor:
 
 
 def _toward_others(logits: Tensor, log_total: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
-    """Return -slope * exp(scale * logits - log_total); on CUDA it is written over the logits."""
+    """Return -slope * exp(scale * logits - log_total); it may be written over the logits."""
     nowhere = torch.zeros_like(log_total, dtype=torch.int64)[:, None]
     found = RowStatistics(log_total, torch.zeros_like(log_total), log_total)
     return whole_gradient(logits, nowhere, nowhere > 0, found, slope, None, scale)

@@ -142,6 +142,7 @@ class _OutputLayerLoss(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 add_product(grad_weight, grad.t(), hidden[rows])
+            del logits, grad, of_cap  # before the next chunk has its own
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(logprobs, entropy)
@@ -245,10 +246,8 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         logits, column, here, scale, *found, columns, inside = ctx.saved_tensors
         kept = None if columns is None else KeptColumns(columns, inside)
-        if logits.is_cuda:
-            logits = logits.clone()
         grad = _logits_gradient(
-            logits, column, here, RowStatistics(*found), of_logprobs, of_entropy, scale, kept
+            logits.clone(), column, here, RowStatistics(*found), of_logprobs, of_entropy, scale, kept
         )
         return grad, *(None,) * 4
 
@@ -322,6 +321,19 @@ def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return max x, sum exp(x - max x) and sum exp(x - max x) (x - max x) of each row x of scaled logits."""
     if logits.is_cuda:
         return kernels.softmax_sums(logits, scale)
+    blocks = -(-len(logits) // max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // logits.shape[-1])) or 1
+    parts = zip(logits.tensor_split(blocks), scale.tensor_split(blocks), strict=True)
+    largest, total, weighted = map(torch.cat, zip(*(_sums_of_block(*part) for part in parts), strict=True))
+    return largest, total, weighted
+
+
+BLOCK_ELEMENTS = 1 << 20
+"""Logits that a CPU takes the sums of at a time: they stay in its caches, and little is made beside them."""
+LEAST_BLOCK_ROWS = 8
+"""Least rows of a block; torch rounds the sum of a single row otherwise than those of several."""
+
+
+def _sums_of_block(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shifted = logits.float() * scale[:, None]
     largest = shifted.amax(-1)
     shifted -= largest[:, None]
@@ -339,7 +351,8 @@ def _logits_gradient(
     scale: Tensor,
     kept: KeptColumns | None = None,
 ) -> Tensor:
-    """Return d loss / d logits, in their dtype, from the loss's slopes in log-probabilities and entropies.
+    """Return d loss / d logits, in their dtype and perhaps their memory, from the loss's slopes in
+    log-probabilities and entropies.
 
     With x = scale * logits and p = softmax(x): d log p[label] / d x = onehot - p and
     d entropy / d x = -p (log p + entropy). A slope of `None` is 0. Of a row with a kept set p is that of the
@@ -367,14 +380,15 @@ def whole_gradient(
     of_entropy: Tensor | None,
     scale: Tensor,
 ) -> Tensor:
-    """Return the gradient over the whole vocabulary; `slope` [n] is that in the scaled logits' log-probs."""
+    """Return the gradient over the whole vocabulary; `slope` [n] is that in the scaled logits' log-probs. The
+    logits are written over."""
     entropy_slope = None if of_entropy is None else of_entropy * scale
     if logits.is_cuda:
         label = torch.where(here, column, -1)[:, 0]
         return kernels.logits_gradient(
             logits, label, found.log_total, found.entropy, slope, entropy_slope, scale
         )
-    grad = logits.float() * scale[:, None]
+    grad = logits.float().mul_(scale[:, None])
     grad -= found.log_total[:, None]
     slope = slope[:, None]
     if entropy_slope is None:

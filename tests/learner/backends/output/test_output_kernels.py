@@ -31,7 +31,7 @@ def test_gradient_of_the_logits(kernels, with_entropy):
     here = torch.rand(ROWS, 1) < 0.8
     found = _statistics(logits, column, here, scale, None, None)
     slopes = torch.randn(ROWS), torch.randn(ROWS) if with_entropy else None
-    expected = _logits_gradient(logits, column, here, found, *slopes, scale)
+    expected = _logits_gradient(logits.clone(), column, here, found, *slopes, scale)
     label = torch.where(here, column, -1)[:, 0]
     entropy_slope = None if slopes[1] is None else (slopes[1] * scale).to(DEVICE)
     ours = kernels.logits_gradient(

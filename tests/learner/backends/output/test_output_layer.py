@@ -1,9 +1,17 @@
 """The fused loss and the log-probabilities against plain torch on whole logits."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
-from learner.backends.output.output_layer import kept_columns, label_logprobs, output_layer_loss
+from learner.backends.output.output_layer import (
+    _sums_of_block,
+    kept_columns,
+    label_logprobs,
+    output_layer_loss,
+    softmax_sums,
+)
 
 ROWS, HIDDEN, VOCAB = 37, 16, 50
 TEMPERATURES = torch.linspace(0.5, 1.5, ROWS)
@@ -36,6 +44,37 @@ def in_plain_torch(hidden, weight, labels, cap=None):
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     distribution = torch.log_softmax(logits / TEMPERATURES[:, None], dim=-1)
     return distribution.gather(-1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 70_001), (9, 1 << 20), (37, 70_001)])
+def test_sums_that_are_taken_block_by_block_are_to_the_bit_those_of_all_rows_at_once(rows, vocab):
+    logits, scale = 4 * torch.randn(rows, vocab), torch.rand(rows) + 0.5
+    for ours, whole in zip(softmax_sums(logits, scale), _sums_of_block(logits, scale), strict=True):
+        assert torch.equal(ours, whole)
+
+
+def most_bytes(work):
+    """Return the most memory that torch has had at a time beyond what there was before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        work()
+    events = (event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
+
+
+def test_a_chunk_of_logits_is_nearly_all_that_the_fused_loss_takes():
+    rows, vocab, chunk_size = 640, 30_000, 256
+    hidden, weight = (torch.randn(size, 4, requires_grad=True) for size in (rows, vocab))
+    taken = most_bytes(
+        lambda: output_layer_loss(
+            hidden, weight, torch.zeros(rows, dtype=torch.int64), lambda logprobs, *_: -logprobs.sum(),
+            temperatures=torch.ones(rows), chunk_size=chunk_size,
+        )
+    )  # fmt: skip
+    of_chunk = 4 * chunk_size * vocab
+    assert of_chunk < taken < 2 * of_chunk
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
