@@ -12,6 +12,7 @@ from actors.settings.opponents import OpponentConfig
 from actors.weights.follow import fetch_state
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import PolicyManifest
+from storage.model_files.weight_files import weight_files
 from storage.weights.blob_sources import BlobSource
 
 if TYPE_CHECKING:
@@ -128,7 +129,5 @@ def state_of_files(directory: Path) -> "Mapping[str, torch.Tensor]":
     """Return the tensors of a model directory. Raises `ConfigError` for one without safetensors files."""
     from safetensors.torch import load_file
 
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{directory} has no *.safetensors file: give a directory with a model's weights")
+    files = [directory / name for name in weight_files(directory)]
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -32,7 +32,6 @@ from launch.model_files.model_directory import (
     refuse_full_context,
     refuse_headless_model,
     refuse_other_angles,
-    weight_files,
 )
 from launch.model_files.vision_checks import refuse_unfit_vision
 from launch.process.record_trust import unsigned_remark
@@ -46,6 +45,7 @@ from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
 from storage.model_files.model_reading import read_tokenizer
+from storage.model_files.weight_files import weight_files
 from storage.prompt_files.dataset import refuse_large
 from storage.prompt_files.pairs import load_pairs
 from storage.prompt_files.rows import read_rows

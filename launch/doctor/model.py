@@ -12,7 +12,6 @@ from launch.model_files.model_directory import (
     refuse_headless_model,
     refuse_other_angles,
     tensors_in,
-    weight_files,
 )
 from launch.settings.run_config import RunConfig
 from storage.model_files.model_reading import (
@@ -22,6 +21,7 @@ from storage.model_files.model_reading import (
     read_tokenizer,
     refuse_no_template,
 )
+from storage.model_files.weight_files import weight_files
 
 COMPLETE = "download the directory again: a copy was cut short"
 

@@ -1,7 +1,6 @@
 """What a model directory on this host says before anything is loaded from it."""
 
-import json
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 
 from actors.engines.dynamic_angles import refuse_dynamic_angles
@@ -12,27 +11,7 @@ from launch.settings.run_config import RunConfig
 from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
 from storage.model_files.model_reading import lack_of_model, raw_config
-
-INDEX = "model.safetensors.index.json"
-
-
-def weight_files(model: Path) -> dict[str, set[str]]:
-    """Return the names of a model's files of weights, each with the tensors that the index says are in it;
-    without an index with none. Raises `OSError` or `ValueError` where there are no files, or the index is
-    none."""
-    if not (model / INDEX).exists():
-        files = sorted(file.name for file in model.glob("*.safetensors"))
-        if not files:
-            raise ValueError("there are no safetensors files")
-        return {name: set() for name in files}
-    index = json.loads((model / INDEX).read_text())
-    files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files_by_tensor, dict):
-        raise ValueError(f"{INDEX} has no weight_map, which names the file of each tensor")  # noqa: TRY004 - of a file
-    wanted: dict[str, set[str]] = {}
-    for tensor, name in files_by_tensor.items():
-        wanted.setdefault(str(name), set()).add(tensor)
-    return wanted
+from storage.model_files.weight_files import weight_files
 
 
 def tensors_in(file: Path) -> set[str]:
@@ -49,8 +28,8 @@ def tensors_in(file: Path) -> set[str]:
 def all_tensors(model: Path) -> Set[str]:
     """Return the names of all tensors of a model, by the index where there is one. Raises as `weight_files`
     and `tensors_in`."""
-    files: Mapping[str, set[str]] = weight_files(model)
-    return set().union(*(tensors or tensors_in(model / name) for name, tensors in files.items()))
+    files = weight_files(model).items()
+    return set().union(*(tensors or tensors_in(model / name) for name, tensors in files))
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")

@@ -142,6 +142,7 @@ def misfits(
 ) -> Iterator[str]:
     """Yield, for people, by what a state is not of the expected shapes: what it lacks, what has another one,
     and what nobody expects nor ignores."""
+    others: list[ConfigError] = []
     for name, shape in expected.items():
         if name not in state:
             yield f"missing {name} {list(shape)}"
@@ -149,10 +150,12 @@ def misfits(
         try:
             found = spec_of(state, name).shape
         except ConfigError as error:  # of a dtype that weights do not have
-            yield str(error)
+            others.append(error)
             continue
         if found != shape:
             yield f"{name} is {list(found)}, not {list(shape)}"
+    if others:
+        yield f"{len(others)} tensors are of another dtype than weights have: {others[0]}"
     yield from (f"unexpected {name}" for name in state if name not in expected and not is_ignored(name))
 
 

@@ -20,6 +20,7 @@ from storage.chats.template import (
     answer_with_calls,
 )
 
+from storage.model_files.model_reading import AGAIN
 FILES = "generation_config.json", "config.json"
 TEMPLATE = "chat template"
 ANSWER: Message = {"role": "assistant", "content": STAND_IN}
@@ -167,10 +168,10 @@ def _named(model: Path, tokenizer: StopTokenizer) -> Iterable[tuple[str, Sequenc
 def _read(path: Path) -> Mapping[str, object]:
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}: {AGAIN}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} is {type(found).__name__} and no JSON object")
+        raise ConfigError(f"{path} is {type(found).__name__} and no JSON object: {AGAIN}")
     return found
 
 

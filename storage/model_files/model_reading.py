@@ -46,7 +46,7 @@ def raw_config(directory: Path) -> dict[str, Any]:
     """Return what `config.json` says; nothing where it is missing or unreadable, which others tell."""
     try:
         found = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

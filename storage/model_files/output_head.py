@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from storage.model_files.model_reading import raw_config
+from storage.model_files.weight_files import weight_files
 
 TIED = "tie_word_embeddings"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -30,17 +32,17 @@ def has_other_head(directory: Path) -> bool:
     does not say: then the default of the model's type may tie them.
 
     Raises `ConfigError` for a file of weights without a readable header."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
+    if not (config := raw_config(directory)):
         return False  # others say what is wrong with it
-    if not isinstance(config, dict):
-        return False  # the same
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
     if config.get(TIED, text.get(TIED)) is False:
         return False
-    tensors = [found for file in sorted(directory.glob("*.safetensors")) for found in _tensors(file).items()]
+    try:
+        files = [file for name in weight_files(directory) if (file := directory / name).is_file()]
+    except ConfigError:
+        return False  # whoever reads the weights says what is wrong with them
+    tensors = [found for file in files for found in _tensors(file).items()]
     heads = [tensor for name, tensor in tensors if name.endswith(HEAD)]
     embeddings = [tensor for name, tensor in tensors if name.endswith(EMBEDDING)]
     return len(heads) == len(embeddings) == 1 and not _same(heads[0], embeddings[0])

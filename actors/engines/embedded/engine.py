@@ -34,6 +34,7 @@ from storage.exact_arithmetic.attention import attend
 from storage.exact_arithmetic.functions import exactly
 from storage.images.reader import ImageReader
 from storage.model_files.text_model import OWN_NAMES, text_alone
+from storage.model_files.weight_files import weight_files
 
 EXACT = "sluice_exact"
 """Name of this attention in transformers."""
@@ -103,11 +104,12 @@ class EmbeddedEngine:
             config: the engine's settings.
             policy_version: what the weights in the directory are; -1 waits for `load_weights`.
             exact: whether the model computes in exact arithmetic (model.numerics)."""
-        has_weights = any(model_dir.glob("*.safetensors"))
-        if policy_version >= 0 and not has_weights:
-            raise EngineError(
-                f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
-            )
+        try:
+            has_weights = bool(weight_files(model_dir))
+        except ConfigError:
+            if policy_version >= 0:
+                raise
+            has_weights = False  # they come by `load_weights`
         images = ImageReader.of(model_dir)
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}

@@ -75,18 +75,26 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-def in_shards(model: Path) -> None:
+def renamed(model: Path, name: str) -> None:
+    (model / "model.safetensors").rename(model / name)
+
+
+def changed_weights(model: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: change(tensor) for name, tensor in tensors.items()}, model / "model.safetensors")
+
+
+def in_shards(model: Path, other: str | int = "two.safetensors") -> None:
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     save_file(tensors, model / "one.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "one.safetensors")}
-    index["weight_map"]["model.norm.weight"] = "two.safetensors"
+    index["weight_map"]["model.norm.weight"] = other
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def other_shapes(model: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    save_file({name: np.zeros((3, 3), np.float32) for name in tensors}, model / "model.safetensors")
+    changed_weights(model, lambda _: np.zeros((3, 3), np.float32))
 
 
 def template(model: Path, text: str | None) -> None:
@@ -103,7 +111,18 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "bytes": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe\x00"), "cannot read", "download"),
     "unknown": (lambda m: changed(m / "config.json", model_type="mystery"), "mystery", "download"),
     "no type": (lambda m: changed(m / "config.json", model_type=None), "config.json", "download"),
-    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has neither model.safetensors", "convert"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has neither model.safetensors", "download"),
+    "another name": (lambda m: renamed(m, "pytorch.safetensors"), "is pytorch.safetensors", "name a"),
+    "a pickle": (lambda m: renamed(m, "pytorch_model.bin"), "pytorch_model.bin", "save_pretrained"),
+    "a GGUF file": (lambda m: renamed(m, "q4.gguf"), "there is q4.gguf", "launch convert gguf"),
+    "adapters": (lambda m: renamed(m, "adapter_model.safetensors"), "adapter_model", "merge_and_unload"),
+    "a file that is a number": (
+        lambda m: in_shards(m, 3), "the file of model.norm.weight is 3, which is no name", "download"
+    ),
+    "deep": (lambda m: (m / "config.json").write_text('{"a":' * 10**5), "cannot read", "download"),
+    "integers": (
+        lambda m: changed_weights(m, lambda t: t.astype(np.int8)), "are of another.* is I8", "dequantise"
+    ),
     "torn header": (lambda m: cut(m / "model.safetensors", 40), "config.json ties|damaged|torn", ""),
     "cut short": (lambda m: cut(m / "model.safetensors", 20000), "damaged", "download"),
     "a lost shard": (in_shards, "two.safetensors: it is missing", "download"),

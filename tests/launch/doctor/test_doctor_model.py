@@ -92,6 +92,7 @@ def test_a_file_that_the_index_names_must_be_there_with_its_tensors(model: Path)
 
 @pytest.mark.parametrize("index", [{}, [], {"weight_map": ["a"]}, {"weight_map": None}])
 def test_an_index_without_a_map_is_an_error(index: object, model: Path):
+    (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded, weights = look(model, max_new_tokens=8)
     assert (loaded.level, weights.level) == ("ok", "error")
@@ -133,7 +134,13 @@ def test_transformers_that_does_not_load_is_an_error(model: Path, monkeypatch: p
 def test_without_weights_it_is_no_model(model: Path):
     (model / "model.safetensors").unlink()
     [*_, found] = look(model, max_new_tokens=8)
-    assert (found.level, "there are no safetensors files" in found.found) == ("error", True)
+    assert (found.level, "has neither model.safetensors nor" in found.found) == ("error", True)
+
+
+def test_an_index_beside_a_single_file_is_not_looked_at(model: Path):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {found.level for found in look(model, max_new_tokens=8)} == {"ok"}
 
 
 def test_a_garbled_configuration_is_an_error(model: Path):

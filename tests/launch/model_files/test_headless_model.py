@@ -63,8 +63,9 @@ def test_a_head_whose_weights_the_files_lack_is_refused_before_anything_starts(
     for tensors, whole in ((names, False), ([*names, f"{begins}{of_head}"], True)):
         save_file(dict.fromkeys(tensors, one), file)
         _look(config, None if whole else said)
+    file.unlink()
     for tensors, whole in ((names, False), ([*names, f"{begins}{of_head}"], True)):
-        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "one.safetensors")}))
         _look(config, None if whole else said)
     index.write_text("[]")  # the learner says what is wrong with it
     _look(config, None)
@@ -81,20 +82,26 @@ def _look(config, said):
         refuse_headless_model(config)
 
 
+def _write_shard(directory, number, *names):
+    file, index = f"model-{number:05}-of-00003.safetensors", directory / "model.safetensors.index.json"
+    save_file(dict.fromkeys(names, np.zeros(2, np.float32)), directory / file)
+    known = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    index.write_text(json.dumps({"weight_map": known | dict.fromkeys(names, file)}))
+
+
 def test_the_names_of_weights_tell_a_head_where_the_configuration_does_not(tmp_path):
     config = resolve({"model": {"path": str(tmp_path)}}, {"learner": {"mtp": {"weight": 0.2}}})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
-    zeros = np.zeros(2, np.float32)
-    save_file({"mtp.fc.weight": zeros}, tmp_path / "model-00001-of-00003.safetensors")
+    _write_shard(tmp_path, 1, "mtp.fc.weight")
     with pytest.raises(
         ConfigError, match=r"a qwen3_next with 0 layers `mtp\.layers\.\*` in its files, has no"
     ):
         refuse_headless_model(config)
     names = ("mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.0.mlp.gate.weight")
-    save_file(dict.fromkeys(names, zeros), tmp_path / "model-00002-of-00003.safetensors")
+    _write_shard(tmp_path, 2, *names)
     refuse_headless_model(config)
-    save_file({"mtp.layers.1.mlp.gate.weight": zeros}, tmp_path / "model-00003-of-00003.safetensors")
+    _write_shard(tmp_path, 3, "mtp.layers.1.mlp.gate.weight")
     with pytest.raises(ConfigError, match="a qwen3_next with 2 layers"):
         refuse_headless_model(config)
-    (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"cut short")
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
     refuse_headless_model(config)  # whoever loads it says so

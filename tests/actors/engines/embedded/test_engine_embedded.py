@@ -10,7 +10,7 @@ import torch
 
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.settings.engines import EmbeddedEngineConfig
-from bus.errors import EngineError
+from bus.errors import ConfigError, EngineError
 from tests.actors.engines.embedded.halted_generation import halted_at
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 from tests.learner.tiny import tiny_config
@@ -172,7 +172,7 @@ async def test_a_directory_without_weights_gives_an_engine_that_waits_for_them(m
     generation = await engine.generate(request("a", PROMPT))
     await engine.close()
     np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
-    with pytest.raises(EngineError, match="no safetensors file"):
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):
         EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
 
 
