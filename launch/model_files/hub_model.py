@@ -13,7 +13,9 @@ LOOK_S = 10.0
 """Longest time that the hub may take to say which commit a name is."""
 NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""What a model directory needs: configuration, weights, tokenizer and chat template."""
+"""What a model directory needs: configuration, weights, tokenizer and chat templates."""
+OTHER_FILES = (*(f"*/{ending}" for ending in FILES if ending != "*.jinja"), "consolidated*.safetensors")
+"""Other formats of the same weights, which lie in folders, or have Mistral's name for them."""
 REMEDY = (
     "give a directory in Hugging Face format, or a name as ORGANISATION/MODEL[@REVISION] where "
     "the hub can be reached (a gated model needs HF_TOKEN)"
@@ -79,7 +81,7 @@ def _snapshot(path: Path, *, local_files_only: bool) -> Path:
         found["repo"],
         revision=found["revision"],
         allow_patterns=list(FILES),
-        ignore_patterns=["*/*"],  # other formats of the same weights lie in subdirectories
+        ignore_patterns=list(OTHER_FILES),
         local_files_only=local_files_only,
     )
     return Path(directory)

@@ -14,10 +14,10 @@ from bus.process.host_limits import usable_cores
 from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import (
-    INDEX_FILE,
     SHARD_BYTES,
     STORED_DTYPES,
     HFWeights,
+    copy_tokenizer,
     save_weights,
 )
 from learner.model_directories.quantised_weights import (
@@ -29,9 +29,14 @@ from learner.model_directories.quantised_weights import (
     blocks_of,
     group_size,
 )
-from storage.model_files.packed_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
+from storage.model_files.packed_files import CONFIG, QUANTISATION
+from storage.model_files.weight_files import INDEX_FILE
 from storage.weights.fp8 import Blocks
 from storage.weights.quantisation import CONVERTIBLE, FLOAT_LAYOUT, LAYOUT, METHOD, quantisation_config
+
+WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
+)
 
 
 def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:
@@ -82,6 +87,7 @@ def _written(
         for file in source.iterdir():
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX_FILE:
                 shutil.copyfile(file, temporary / file.name)
+        copy_tokenizer(source, temporary)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         with seen.shown(f"converting {source}"):
             save_weights(temporary, seen, shard_bytes=shard_bytes)

@@ -1,14 +1,13 @@
 """`launch convert text-model`: a directory of the text model inside a multimodal one."""
 
-import shutil
 from pathlib import Path
 
 from bus.errors import ConfigError
 from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
 from learner.model_directories.model_directory import (
     STORED_DTYPES,
-    TOKENIZER_FILES,
     HFWeights,
+    copy_tokenizer,
     load_hf_config,
     save_weights,
 )
@@ -36,9 +35,7 @@ def convert_text_model(source: Path, target: Path) -> Converted:
     seen = Digesting(weights)
     with filling(target) as temporary:
         text.save_pretrained(temporary)
-        for name in TOKENIZER_FILES:
-            if name not in OF_IMAGES and (source / name).is_file():
-                shutil.copyfile(source / name, temporary / name)
+        copy_tokenizer(source, temporary, without=OF_IMAGES)
         with seen.shown(f"writing {target}"):
             save_weights(temporary, seen)
         size_bytes = verified_size(HFWeights(temporary, STORED_DTYPES), seen.digests)

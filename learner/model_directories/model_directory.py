@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.model_files.families import family_named
 from storage.model_files.model_reading import AGAIN, raw_config, read_config, read_tokenizer, refusing
 from storage.model_files.output_head import has_other_head
+from storage.model_files.packed_files import named_templates
 from storage.model_files.text_model import text_alone
+from storage.model_files.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """Largest size of one file of weights, unless a single tensor is larger."""
 TOKENIZER_FILES = (
@@ -33,12 +33,17 @@ TOKENIZER_FILES = (
     "merges.txt",
     "preprocessor_config.json",
     "processor_config.json",
+    "sentencepiece.bpe.model",
     "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "video_preprocessor_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """torch's dtypes of weights by their names in safetensors files."""
@@ -59,7 +64,7 @@ class HFWeights(LazyWeights):
         self._file_of: dict[str, Path] = {}
         self._kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shapes and names of dtypes: to open a file for each costs as long as its header."""
-        for file in _weight_files(directory):
+        for file in (directory / name for name in weight_files(directory)):
             with _opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  # no dictionary
                     found = opened.get_slice(name)
@@ -82,7 +87,10 @@ class HFWeights(LazyWeights):
         shape, dtype = self._kinds[name]
         if dtype not in self._dtypes:
             known = ", ".join(self._dtypes)
-            raise ConfigError(f"{self._file_of[name]}: {name} is {dtype}, not one of {known}")
+            raise ConfigError(
+                f"{self._file_of[name]}: {name} is {dtype}, not one of {known}: take the model that is not "
+                "quantised, or try `launch convert dequantise`"
+            )
         return Spec(shape, self._dtypes[dtype])
 
 
@@ -242,10 +250,16 @@ def _write_index(path: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
     (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+def copy_tokenizer(source: Path, target: Path, *, without: Container[str] = ()) -> None:
+    """Copy the tokenizer, all its chat templates, and what else there is of `TOKENIZER_FILES`."""
+    for file in (
+        *(source / name for name in TOKENIZER_FILES if name not in without),
+        *named_templates(source),
+    ):
+        if file.is_file():
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def _split(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[str]]:
@@ -276,20 +290,6 @@ def _write_safetensors(file: Path, specs: Mapping[str, Spec], state: State) -> N
         opened.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in specs:
             opened.write(tensor_bytes(state[name]))
-
-
-def _weight_files(path: Path) -> Sequence[Path]:
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    if (path / INDEX_FILE).is_file():
-        try:
-            index = json.loads((path / INDEX_FILE).read_text())
-            return [path / name for name in sorted(set(index["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"cannot read {path / INDEX_FILE} ({error!r}): {AGAIN}") from error
-    raise ConfigError(
-        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}: convert the weights to safetensors"
-    )
 
 
 @contextmanager

@@ -12,22 +12,34 @@ from storage.model_files.output_head import has_other_head, untied
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
 """Key of config.json that says how the weights are quantised."""
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+DESCRIBING_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
+"""Endings of the files by which a model and its tokenizer are loaded, besides weights in whatever format."""
+TEMPLATES = "additional_chat_templates"
+"""Folder with the chat templates of a tokenizer that has several, each by its name."""
 
 
 def bundle(directory: Path) -> ModelFiles:
-    """Return all files in `directory` except weights; folders are left out. The config ties no output layer
-    to the embedding where the weights have another one."""
-    files = sorted(p for p in directory.iterdir() if p.is_file() and p.suffix not in WEIGHT_SUFFIXES)
-    found = ModelFiles(names=tuple(p.name for p in files), contents=tuple(p.read_bytes() for p in files))
+    """Return the files in `directory` that describe a model and its tokenizer. The config ties no output
+    layer to the embedding where the weights have another one."""
+    own = (p for p in directory.iterdir() if p.suffix in DESCRIBING_SUFFIXES)
+    files = sorted(p for p in (*own, *named_templates(directory)) if p.is_file())
+    names = tuple(p.relative_to(directory).as_posix() for p in files)
+    found = ModelFiles(names=names, contents=tuple(p.read_bytes() for p in files))
     return with_config(found, untied(_config(found))) if has_other_head(directory) else found
 
 
 def unbundle(files: ModelFiles, directory: Path) -> None:
     """Write the files into `directory`, which is created if missing; a name never leads out of it."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, content in zip(files.names, files.contents, strict=True):
-        (directory / Path(name).name).write_bytes(content)
+    for name, content in zip(map(Path, files.names), files.contents, strict=True):
+        folder = directory / TEMPLATES if name.parent.name == TEMPLATES else directory
+        folder.mkdir(exist_ok=True)
+        (folder / name.name).write_bytes(content)
+
+
+def named_templates(directory: Path) -> list[Path]:
+    """Return the files of a tokenizer's further chat templates."""
+    return sorted((directory / TEMPLATES).glob("*.jinja"))
 
 
 def with_quantisation(files: ModelFiles, quantisation: Mapping[str, Json]) -> ModelFiles:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.other_policies.opponent_weights import state_of_files
-from learner.model_directories.model_directory import load_hf_config
+from learner.initial.scratch_model import character_tokenizer
+from learner.model_directories.model_directory import copy_tokenizer, load_hf_config
+from storage.model_files.packed_files import bundle, unbundle
 from tests.learner.tiny import hf_state, tiny_model
 
 
@@ -24,3 +26,28 @@ def test_other_safetensors_files_are_not_a_models_weights(tmp_path: Path):
     found = state_of_files(tmp_path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_chat_templates_by_name_go_along_with_a_model(tmp_path: Path):
+    tokenizer, source = character_tokenizer(), tmp_path / "source"
+    template = tokenizer.chat_template
+    tokenizer.chat_template = {"default": template, "tool_use": "{{ tools | tojson }}" + template}
+    tokenizer.save_pretrained(source)
+    tiny_model("qwen3").config.save_pretrained(source)
+    (tmp_path / "copy").mkdir()
+    copy_tokenizer(source, tmp_path / "copy")
+    unbundle(bundle(source), tmp_path / "unpacked")
+    for directory in (source, tmp_path / "copy", tmp_path / "unpacked"):
+        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False).chat_template
+        assert found == tokenizer.chat_template
+
+
+def test_weights_in_whatever_format_are_not_packed_with_the_small_files(tmp_path: Path):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    for name in ("tf_model.h5", "flax_model.msgpack", "model.onnx", "rust_model.ot", "model.onnx_data"):
+        (tmp_path / name).write_bytes(b"weights")
+    for name in ("tokenizer.json", "spiece.model", "vocab.txt", "chat_template.jinja"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert bundle(tmp_path).names == (
+        "chat_template.jinja", "config.json", "spiece.model", "tokenizer.json", "vocab.txt",
+    )  # fmt: skip

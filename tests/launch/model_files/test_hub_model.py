@@ -18,7 +18,9 @@ FILES = {
     "config.json": b'{"max_position_embeddings": 64}',
     "tokenizer.json": b"{}",
     "model.safetensors": b"weights",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "original/consolidated.safetensors": b"the same in another format",
+    "consolidated.00.safetensors": b"the same in another format",
     "README.md": b"# tiny",
 }
 
@@ -53,11 +55,12 @@ def test_a_model_is_fetched_once_and_then_found_without_the_hub(hub: ThreadingHT
     for name in (NAME, "models/no--name"):
         before = asked(f"model_here(Path('{name}'), RUN)", tmp_path, there)
         assert before.stdout.strip() == "None", before.stderr
-    found = asked(f"model_directory(Path('{NAME}@main'))", tmp_path, there)
-    directory = Path(found.stdout.strip())
-    assert directory.name == COMMIT, found.stderr
-    wanted = {name for name in FILES if "/" not in name and not name.endswith(".md")}
-    assert {path.name for path in directory.iterdir()} == wanted
+    fetched = asked(f"model_directory(Path('{NAME}@main'))", tmp_path, there)
+    directory = Path(fetched.stdout.strip())
+    assert directory.name == COMMIT, fetched.stderr
+    wanted = {name for name in FILES if "consolidated" not in name and not name.endswith(".md")}
+    found = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert found == wanted
     for expression in (f"model_directory(Path('{NAME}'))", f"model_here(Path('{NAME}'), RUN)"):
         again = asked(expression, tmp_path, gone)
         assert again.stdout.strip() == str(directory), again.stderr
