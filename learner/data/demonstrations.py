@@ -19,6 +19,7 @@ from storage.chats.stop_tokens import answer_end, answer_start, with_start
 from storage.chats.template import ChatRefusedError, ChatTemplate
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
+from storage.model_files.model_reading import not_embedded
 from storage.prompt_files.dataset import is_trained
 
 CHECKED = 500
@@ -37,11 +38,13 @@ class Demonstrations:
         tokenizer: PreTrainedTokenizerBase,
         *,
         context: int,
+        vocabulary: int,
         seed: int,
         images: ImageChat | None = None,
         paired: bool = False,
     ) -> None:
-        """`rows` are prompts with a response, or with an empty one chats whose answers are trained, but for
+        """`context` and `vocabulary` are the tokens that the model reads and those that it embeds. `rows` are
+        prompts with a response, or with an empty one chats whose answers are trained, but for
         those with a `weight` of 0. `images` are those of a vision-language model. Where they are `paired`,
         rows 2 i and 2 i + 1 are drawn together and make one sequence each.
 
@@ -52,6 +55,7 @@ class Demonstrations:
         self._start = answer_start(tokenizer)
         self._end = answer_end(tokenizer)
         self._context = context
+        self._vocabulary = vocabulary
         self._seed = seed
         self._images = images
         self._together = 1 + paired
@@ -194,6 +198,8 @@ class Demonstrations:
                 f"it has {len(ids)} tokens, the model's context is {self._context}: {text[:SHOWN]!r}; "
                 "shorten it"
             )
+        if (largest := max(ids)) >= self._vocabulary:
+            raise ConfigError(not_embedded(self._tokenizer, largest, self._vocabulary))
         return Sample(
             token_ids=np.array(ids, dtype=np.int32), loss_mask=np.array(mask), streams={}, images=images
         )

@@ -104,6 +104,7 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
         made = partial(
             Demonstrations, tokenizer=tokenizer, seed=settings.seed, images=images, paired=paired,
             context=hf_config.get_text_config().max_position_embeddings,
+            vocabulary=hf_config.get_text_config().vocab_size,
         )  # fmt: skip
         load = load_pairs if paired else load_demonstrations
         shown = made(load(demonstrations))

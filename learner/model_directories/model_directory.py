@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from bus.errors import ConfigError
 from bus.process.work_progress import tracked
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
+from storage.chats.template import ChatTemplate
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.model_files.families import family_named
 from storage.model_files.model_reading import AGAIN, raw_config, read_config, read_tokenizer, refusing
@@ -150,13 +151,24 @@ def other_tokens(directory: Path, model_directory: Path) -> list[str]:
 def refuse_other_vocabulary(
     hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> None:
-    """Raise `ConfigError` when the tokenizer of `directory` has tokens that the model does not embed."""
+    """Raise `ConfigError` when the tokenizer of `directory` has tokens that the model does not embed.
+
+    Tokens may have been added to it that nobody needs, such as that of images in the text models of Gemma 3:
+    a prompt with one is refused where it is read."""
     embedded = hf_config.get_text_config().vocab_size
-    tokens = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
-    if tokens > embedded:
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
+    if not beyond:
+        return
+    there = f"{directory}: the tokenizer has {max(beyond.values()) + 1} tokens, the model embeds {embedded}"
+    if not tokenizer.added_tokens_decoder.keys() >= set(beyond.values()):
         raise ConfigError(
-            f"{directory}: the tokenizer has {tokens} tokens, the model embeds {embedded}: they do not "
-            "belong together; put the tokenizer's files of this model there"
+            f"{there}: they do not belong together; put the tokenizer's files of this model there"
+        )
+    written = "".join(ChatTemplate(tokenizer).examples()) + str(tokenizer.eos_token)
+    if used := [token for token in beyond if token in written]:
+        raise ConfigError(
+            f"{there}, and {used[0]!r}, which chats are written with, is none of these: put the tokenizer's "
+            "files of this model there, or save the model with more embeddings (resize_token_embeddings)"
         )
 
 

@@ -13,18 +13,18 @@ from storage.chats.template import (
     PROBE_TOOL,
     QUESTION,
     STAND_IN,
+    TOOL_RESULT,
     ChatRefusedError,
     ChatTemplate,
     Message,
     Renders,
     answer_with_calls,
 )
-
 from storage.model_files.model_reading import AGAIN
+
 FILES = "generation_config.json", "config.json"
 TEMPLATE = "chat template"
 ANSWER: Message = {"role": "assistant", "content": STAND_IN}
-TOOL_RESULT: Message = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "."}
 
 
 class AddedToken(Protocol):

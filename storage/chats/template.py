@@ -1,7 +1,8 @@
 """Renders chats by a model's chat template, with tool calls in the form that the template takes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -17,6 +18,7 @@ STAND_IN = "Sluice5b1e"
 """Text of the probes, which no template writes by itself."""
 QUESTION_TEXT = "Question5b1e?"
 QUESTION: Message = {"role": "user", "content": QUESTION_TEXT}
+TOOL_RESULT: Message = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "."}
 PROBE_TOOL: Mapping[str, Json] = {
     "type": "function",
     "function": {
@@ -95,6 +97,15 @@ class ChatTemplate:
             except REFUSED as error:
                 refused = refused or error
         raise ChatRefusedError(str(refused)) from refused
+
+    def examples(self) -> Iterator[str]:
+        """Yield what the template writes of some chats: a turn, several, a call and its result."""
+        answer: Message = {"role": "assistant", "content": STAND_IN}
+        chats = [QUESTION], [QUESTION, answer, QUESTION], [QUESTION, answer_with_calls(1), TOOL_RESULT]
+        for chat in chats:
+            for tools in ([], [PROBE_TOOL]):
+                with suppress(ChatRefusedError):
+                    yield self.render(chat, tools)
 
     @cached_property
     def _forms(self) -> tuple[CallForm, ...]:

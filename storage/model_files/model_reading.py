@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 AGAIN = "download the directory again, or name another by model.path"
+GREETING = "Hello"
 LONGEST_REASON = 300
 """Characters of a library's error that a refusal shows."""
 _IMPORTING = Lock()
@@ -134,6 +135,14 @@ def read_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     return found
 
 
+def not_embedded(tokenizer: "PreTrainedTokenizerBase", token: int, vocabulary: int) -> str:
+    """Say that a text has a token which the tokenizer adds to those of the model, and what to do."""
+    return (
+        f"it has {tokenizer.decode([token])!r}, which the tokenizer makes token {token}, and the model "
+        f"embeds {vocabulary} tokens: leave it out of the text"
+    )
+
+
 def refuse_no_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
     """Raise `ConfigError` for a tokenizer without a chat template, and for one that writes no conversation.
     Such a template is to blame for no prompt."""
@@ -143,10 +152,15 @@ def refuse_no_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) ->
             "instruction-tuned model of the family, or put the template of one as chat_template.jinja into "
             "the directory"
         )
+    remedy = "mend chat_template.jinja, or take that of the model as its maker publishes it"
     with refusing(
-        f"{directory}: the chat template writes not even a conversation of one user's message",
-        "mend chat_template.jinja, or take that of the model as its maker publishes it",
+        f"{directory}: the chat template writes not even a conversation of one user's message", remedy
     ):
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": GREETING}], tokenize=False, add_generation_prompt=True
+        )
+    if GREETING not in text:
+        raise ConfigError(
+            f"{directory}: the chat template writes a user's message {GREETING!r} as {text[:60]!r}, without "
+            f"its text, so that the model would see no prompt: {remedy}"
         )

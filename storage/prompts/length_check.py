@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bus.codec import Json, decode
 from bus.connection import Bus
@@ -19,12 +19,16 @@ from storage.images.encoded import ImageError
 from storage.images.reader import ImageReader
 from storage.model_files.model_reading import (
     context_of,
+    not_embedded,
     read_config,
     read_tokenizer,
     refuse_no_template,
     refusing,
 )
 from storage.model_files.packed_files import unbundle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BATCH = 1024
 TEMPLATE_REMEDY = "change the prompt, or the template in the model's directory"
@@ -98,11 +102,11 @@ def long_prompts(
     prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int
 ) -> Iterator[LongPrompt]:
     """Return the prompts that leave no room for `max_new_tokens` in the context. Raises `ConfigError` for a
-    prompt that the model's chat template refuses."""
+    prompt that the model's chat template refuses, or with a token that the model does not embed."""
     from storage.chats.template import ChatRefusedError, ChatTemplate  # Jinja2 is slow to import
 
-    context = context_of(read_config(model_directory), model_directory)
-    tokenizer = read_tokenizer(model_directory)
+    hf_config, tokenizer = read_config(model_directory), read_tokenizer(model_directory)
+    model = _Model(tokenizer, context_of(hf_config, model_directory), hf_config.get_text_config().vocab_size)
     refuse_no_template(tokenizer, model_directory)
     images = ImageChat.of(model_directory, tokenizer)
     template, rendered = ChatTemplate(tokenizer), list[_Rendered]()
@@ -119,10 +123,17 @@ def long_prompts(
             raise ConfigError(f"prompt {number}: the model's chat template refuses it: {error}") from error
         rendered.append(_Rendered(text, sum(image.stop - 1 for image in shown)))
         if len(rendered) == BATCH:
-            yield from _long(rendered, start, tokenizer, context, max_new_tokens)
+            yield from _long(rendered, start, model, max_new_tokens)
             start, rendered = start + BATCH, []
     if rendered:
-        yield from _long(rendered, start, tokenizer, context, max_new_tokens)
+        yield from _long(rendered, start, model, max_new_tokens)
+
+
+class _Model(NamedTuple):
+    tokenizer: "PreTrainedTokenizerBase"
+    context: int
+    vocabulary: int
+    """Tokens that it embeds."""
 
 
 class _Rendered(NamedTuple):
@@ -131,14 +142,14 @@ class _Rendered(NamedTuple):
     """Tokens that images have beyond the one that stands for each in the text."""
 
 
-def _long(
-    rendered: list[_Rendered], start: int, tokenizer: object, context: int, max_new_tokens: int
-) -> Iterator[LongPrompt]:
-    texts = [text for text, _ in rendered]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[operator]  # untyped library
+def _long(rendered: list[_Rendered], start: int, model: _Model, max_new_tokens: int) -> Iterator[LongPrompt]:
+    tokenizer, context, vocabulary = model
+    encoded = tokenizer([text for text, _ in rendered], add_special_tokens=False)["input_ids"]
     for n, token_ids in enumerate(encoded):
         text, more = rendered[n]
         tokens = len(token_ids) + more
+        if (largest := max(token_ids, default=0)) >= vocabulary:
+            raise ConfigError(f"prompt {start + n + 1}: {not_embedded(tokenizer, largest, vocabulary)}")
         if tokens + max_new_tokens > context:
             shown = f"{more} of them of images, " if more else ""
             smaller = ", show smaller images (size in preprocessor_config.json)" if more else ""

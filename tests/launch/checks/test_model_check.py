@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig, Olmo2Config, PretrainedConfig
+from transformers import AddedToken, AutoConfig, AutoTokenizer, Olmo2Config, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bus.errors import ConfigError
@@ -104,6 +104,15 @@ def template(model: Path, text: str | None) -> None:
         (model / "chat_template.jinja").write_text(text)
 
 
+def with_added(model: Path, token: str, **changes: str) -> None:
+    """Add a token to those that the model embeds."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(AddedToken(token, special=True))
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(model)
+
+
 SPOILT: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no config": (lambda m: (m / "config.json").unlink(), "it has no config.json", ""),
     "list": (lambda m: (m / "config.json").write_text("[1]"), "it is a list", "download the directory again"),
@@ -142,6 +151,17 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "a template of no syntax": (lambda m: template(m, "{% if %}"), "not even a conversation", "mend"),
     "a template that divides": (lambda m: template(m, "{{ 1 // 0 }}"), "ZeroDivisionError", "mend"),
+    "a template of one text": (
+        lambda m: template(m, "hello"), "writes a user's message 'Hello' as 'hello'", "mend chat_template"
+    ),
+    "an empty template": (lambda m: template(m, ""), "no chat template|without its text", "chat_"),
+    "an end that was added": (
+        lambda m: with_added(m, "<|end of mine|>", eos_token="<|end of mine|>"), "end of mine", "resize_token"
+    ),
+    "a template with a token that was added": (
+        lambda m: with_added(m, "<|mine|>", chat_template="<|mine|>{{ messages[0].content }}"),
+        "<|mine|>", "resize_token",
+    ),
     "a billion layers": (
         lambda m: changed(m / "config.json", num_hidden_layers=10**9, layer_types=None),
         "num_hidden_layers=1000000000", "download",
@@ -159,6 +179,20 @@ def test_a_spoilt_directory_is_refused_with_value_and_remedy(name: str, model: P
 
 
 def test_a_whole_model_is_accepted_by_both_backends(model: Path):
+    assert refusal(model) == refusal(model, backend="fsdp") == ""
+
+
+def buffers_of_old_files(model: Path) -> None:
+    """Write the buffers that Llama's first files have."""
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    save_file(load_file(model / "model.safetensors") | old, model / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change", [buffers_of_old_files, lambda model: with_added(model, "<image_soft_token>")]
+)
+def test_what_published_models_have_beside_is_accepted_by_both_backends(change, model: Path):
+    change(model)
     assert refusal(model) == refusal(model, backend="fsdp") == ""
 
 

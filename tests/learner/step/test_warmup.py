@@ -24,7 +24,7 @@ ROWS = [(Prompt(content=f"sort {n:03d}"), "".join(sorted(f"{n:03d}"))) for n in 
 
 
 def demonstrations(context=64, seed=0):
-    return Demonstrations(ROWS, character_tokenizer(), context=context, seed=seed)
+    return Demonstrations(ROWS, character_tokenizer(), context=context, vocabulary=10**6, seed=seed)
 
 
 def test_only_the_response_and_its_end_are_trained():
@@ -49,7 +49,9 @@ def test_a_response_is_written_as_the_chat_template_writes_answers_unless_it_has
     response, written
 ):
     tokenizer = tokenizer_of_chat(CHATS["gpt-oss"])
-    made = Demonstrations([(Prompt(content="42+1?"), response)], tokenizer, context=256, seed=0)
+    made = Demonstrations(
+        [(Prompt(content="42+1?"), response)], tokenizer, context=256, vocabulary=10**6, seed=0
+    )
     [batch] = pack(made.step(0, 1), 999)
     assert tokenizer.decode(batch.labels[batch.loss_mask].tolist()) == f"{written}<|return|>"
     assert tokenizer.decode(batch.tokens.tolist()).endswith(f"<|start|>assistant{written}<|return|>")
@@ -83,7 +85,7 @@ def test_a_demonstration_with_an_image_is_packed_with_it_and_trains_nothing_of_i
     chat = [{"role": "user", "content": [image_part(picture(16, 24)), {"type": "text", "text": "?"}]}]
     rows = [(Prompt(content=chat), "3"), (Prompt(content="?"), "4")]
     images = ImageChat.of(model, tokenizer)
-    made = Demonstrations(rows, tokenizer, context=64, seed=0, images=images)
+    made = Demonstrations(rows, tokenizer, context=64, vocabulary=10**6, seed=0, images=images)
     [batch] = pack(made.step(0, 2), 999)
     [image] = batch.images
     assert set(batch.tokens[image.start : image.stop].tolist()) == {images.reader.token_ids[1]}
@@ -95,13 +97,15 @@ def test_a_demonstration_with_an_image_is_refused_before_the_warm_up_of_a_text_m
     chat = [{"role": "user", "content": [image_part(picture(16, 24))]}]
     rows = [*ROWS, (Prompt(content=chat), "3")]
     with pytest.raises(ConfigError, match=r"demonstration 10 \(from 0\): it shows an image, and the model"):
-        Demonstrations(rows, character_tokenizer(), context=64, seed=0)
+        Demonstrations(rows, character_tokenizer(), context=64, vocabulary=10**6, seed=0)
 
 
 def trained_on(family: str, *messages: dict, **prompt) -> tuple[list[str], list[str]]:
     """Return the sequences that a chat becomes, as text, and what of them is trained."""
     tokenizer = tokenizer_of_chat(CHATS[family])
-    made = Demonstrations([(Prompt(content=list(messages), **prompt), "")], tokenizer, context=999, seed=0)
+    made = Demonstrations(
+        [(Prompt(content=list(messages), **prompt), "")], tokenizer, context=999, vocabulary=10**6, seed=0
+    )
     [batch] = pack(made.step(0, 1), 999)
     bounds = list(pairwise(batch.cu_seqlens.tolist()))
     texts = [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in bounds]
@@ -177,6 +181,12 @@ def test_the_held_out_loss_is_the_mean_over_all_trained_tokens_and_changes_nothi
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
 
 
+def test_a_row_with_a_token_that_the_model_does_not_embed_is_named():
+    made = Demonstrations(ROWS, character_tokenizer(), context=64, vocabulary=20, seed=0)
+    with pytest.raises(ConfigError, match=r"demonstration 0 \(from 0\): .* embeds 20 tokens: leave it"):
+        made.check()
+
+
 @pytest.mark.parametrize(
     ("chat", "wrong"),
     [
@@ -190,6 +200,6 @@ def test_the_held_out_loss_is_the_mean_over_all_trained_tokens_and_changes_nothi
 )
 def test_a_row_that_cannot_be_trained_on_is_named_before_the_first_step(chat, wrong):
     rows = [*ROWS[:2] * 600, (Prompt(content=list(chat) * 50), "")]
-    made = Demonstrations(rows, character_tokenizer(), context=999, seed=0)
+    made = Demonstrations(rows, character_tokenizer(), context=999, vocabulary=10**6, seed=0)
     with pytest.raises(ConfigError, match=rf"demonstration 1200 \(from 0\): .*{wrong}"):
         made.check()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
+from transformers import AddedToken, Qwen3Config
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
@@ -47,6 +47,17 @@ def test_chat_is_measured_with_all_its_messages(model):
         check_prompt_lengths([Prompt(content=[*chat])], model, max_new_tokens=9)
 
 
+def test_a_prompt_with_a_token_that_the_model_does_not_embed_is_named(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(AddedToken("<image_soft_token>", special=True))
+    tokenizer.save_pretrained(tmp_path)
+    Qwen3Config(max_position_embeddings=32, vocab_size=len(tokenizer) - 1).save_pretrained(tmp_path)
+    check_prompt_lengths([Prompt(content="image")], tmp_path, max_new_tokens=10)
+    prompts = [Prompt(content="x"), Prompt(content="<image_soft_token>")]
+    with pytest.raises(ConfigError, match=r"prompt 2: it has '<image_soft_token>', .* embeds 58 tokens"):
+        check_prompt_lengths(prompts, tmp_path, max_new_tokens=10)
+
+
 def test_prompts_are_numbered_through_all_batches(model, monkeypatch):
     monkeypatch.setattr(lengths, "BATCH", 2)
     short = [Prompt(content="x")] * 4
@@ -59,6 +70,7 @@ def test_prompt_that_the_chat_template_refuses_is_named(model, tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0]['content'] == 'x' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
     )
     tokenizer.save_pretrained(tmp_path)
     Qwen3Config(max_position_embeddings=32).save_pretrained(tmp_path)
