@@ -70,7 +70,8 @@ class FileNames:
         """Tell whether a model file may have a tensor of that name which the model does not use."""
         patterns = self._model._keys_to_ignore_on_load_unexpected or ()
         tied = self._model.all_tied_weights_keys
-        return name in tied or any(re.search(pattern, name) for pattern in patterns)
+        of_old_files = name.endswith("rotary_emb.inv_freq")  # transformers leaves this buffer out, too
+        return name in tied or of_old_files or any(re.search(pattern, name) for pattern in patterns)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return what files have of a tensor of the model; views of it where that is possible."""
