@@ -18,7 +18,12 @@ from bus.errors import EngineError, RequestRefusedError
 from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND, noted, started
 from tests.actors.tiny import recomputed, request
 
-pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.nightly,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(420),
+]
 
 PAIR = {
     "enabled": True,
@@ -65,7 +70,6 @@ async def handed_out(engine, name, more_than=0) -> int:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_of_both_servers_equal_those_of_transformers(engine, temperature):
     generation = await engine.generate(request("parity", PROMPT, new=64, temperature=temperature))

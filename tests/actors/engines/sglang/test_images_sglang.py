@@ -24,7 +24,12 @@ from tests.actors.sglang_served import CONFIG, noted, own_server
 from tests.actors.shown import asked, recomputed
 from tests.pictures import image_part, picture, vision_directory
 
-pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.nightly,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(420),
+]
 NEAR = 2e-5
 BLOB = BlobRef(subject="blob", chunks=1, size_bytes=1, digest="")
 ASKING = {"type": "text", "text": "how many?"}
@@ -129,7 +134,6 @@ async def test_prompts_of_the_same_tokens_and_other_images_share_no_prefix(engin
     assert min(np.diff(sorted(first))) > 100 * NEAR
 
 
-@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("update", ["disk", "tensor"])
 async def test_an_update_changes_the_tower_and_the_text(engine, directory, policies, update, monkeypatch):
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"update": update}))
