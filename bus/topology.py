@@ -170,10 +170,8 @@ class Topology:
 async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[str]:
     """Create or update the run's streams and consumers; return the streams that were new.
 
-    Streams of an older build get this build's settings: TRAJECTORIES, which had the subjects of all shards,
-    takes the first shard's alone (`storage/shard/server.py`). Raises `BusError` when the server has no
-    JetStream or refuses, as it does for settings of a stream that cannot change, and `ConfigError` when it
-    has no room."""
+    Raises `BusError` when the server has no JetStream or refuses, as it does for settings of a stream that
+    cannot change, and `ConfigError` when it has no room."""
     created = set()
     try:
         for config in topology.streams(shards):
@@ -272,7 +270,6 @@ def stream_of(subject: str) -> str:
 
 
 def trajectories_stream(shard: int) -> str:
-    """Return the stream of a shard's trajectories. The first is named as the only one of older builds was."""
     number = shard % MOST_TRAJECTORY_STREAMS
     return f"{TRAJECTORIES}-{number}" if number else TRAJECTORIES
 

@@ -7,7 +7,7 @@ from functools import cache
 from bus.device_messages import HOLD_KEY, USERS
 from bus.engine_nodes import NODES
 from bus.security.record_rules import ROLE_KEYS
-from bus.topology import MOST_TRAJECTORY_STREAMS, TRAJECTORIES, Topology, trajectories_streams
+from bus.topology import MOST_TRAJECTORY_STREAMS, Topology, trajectories_streams
 
 ROLES = ("operator", "storage", "learner", "actor", "judge", "watcher")
 TAKEN = "taken"
@@ -64,8 +64,6 @@ def _storage(t: Topology) -> Permissions:
             *durable,
             *taken,
             *pulls,
-            # what an older build left there; it takes and changes the stream anyway
-            f"$JS.API.STREAM.PURGE.{t.stream(TRAJECTORIES)}",
             *_read_keys(t),
             *_read_blobs(t),
             _read_events(t),
