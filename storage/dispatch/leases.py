@@ -139,19 +139,12 @@ class LostLeases:
         subject = self._bus.subject("tasks", "rollout", "*")
         subjects = (await js.stream_info(topology.stream("TASKS"), subject)).state.subjects or {}
         missing = set(published) - {int(name.rpartition(".")[2]) for name in subjects}
-        if not missing or len(subjects) >= SUBJECTS_TOLD or await self._has_unnamed():
+        if not missing or len(subjects) >= SUBJECTS_TOLD:
             return
         streams = map(topology.stream, trajectories_streams(self._shards))
         trajectories = {name: (await js.stream_info(name)).state.last_seq for name in streams}
         events = (await js.stream_info(topology.stream("OUTCOMES"))).state.last_seq
         self._suspects, self._trajectories, self._events = missing, trajectories, events
-
-    async def _has_unnamed(self) -> bool:
-        """Return whether TASKS holds leases under the subject without their number, which older builds
-        used."""
-        subject = self._bus.subject("tasks", "rollout")
-        found = await self._bus.js.stream_info(self._bus.topology.stream("TASKS"), subject)
-        return bool(found.state.subjects)
 
     async def _all_read(self) -> bool:
         """Return whether no message that may be of a suspect waits to be read. A stream that is new has

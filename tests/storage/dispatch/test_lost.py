@@ -68,11 +68,3 @@ async def test_lease_that_was_settled_meanwhile_is_not_missed(bus):
     await bus.js.purge_stream(bus.topology.stream("TRAJECTORIES-1"))
     assert await lost.look([0]) == []
     assert await messages(bus, "TASKS") == 1
-
-
-async def test_nobody_is_suspected_while_leases_lie_under_a_subject_without_their_number(bus):
-    lost = LostLeases(bus, SHARDS)
-    await bus.js.publish(bus.subject("tasks", "rollout"), b"")
-    assert await lost.look([0]) == []
-    await bus.js.purge_stream(bus.topology.stream("TASKS"), subject=bus.subject("tasks", "rollout"))
-    assert await lost.look([0]) == [0]
