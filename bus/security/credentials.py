@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,17 +27,13 @@ class Credentials:
     """Secret key of an nkey user."""
     authority: str
     """Certificate of the bus's own authority, as PEM."""
-    run_key: str = ""
+    run_key: str
     """Public key of the run itself, which signs the list of its roles' keys."""
-    role_keys: str = ""
+    role_keys: str
     """That list as it was when the file was made (`bus.security.role_keys`), signed, as base64."""
-    stream_secret: str = field(default="", repr=False)
+    stream_secret: str = field(repr=False)
     """Secret of the role by which it reaches the run's streams (`bus.security.stream_access`). It stays when
-    the key is exchanged. Empty in the file of an older build."""
-
-    def reaching_streams(self) -> "Credentials":
-        """Return credentials with a secret for the streams: that of the file, or else one made of the key."""
-        return replace(self, stream_secret=self.stream_secret or self.token("streams"))
+    the key is exchanged."""
 
     def token(self, purpose: str) -> str:
         """Return a secret that whoever has this file knows, and from which its key cannot be told."""
@@ -53,20 +49,8 @@ class Credentials:
 def load_credentials(path: Path) -> Credentials:
     """Read a file that `launch bus --secure` made.
 
-    Raises `ConfigError` for a file that is missing, that others may read, that holds no credentials, or that
-    an older build made. The error never says what is in it."""
-    found = read_credentials(path)
-    if not (found.run_key and found.role_keys):
-        raise ConfigError(
-            f"an older build made the credentials {path}, which do not say by which keys records of the run "
-            "are signed: start `launch bus --secure` with this build, which completes its files, and copy "
-            "this one again"
-        )
-    return found
-
-
-def read_credentials(path: Path) -> Credentials:
-    """Do what `load_credentials` does, and take a file of an older build too."""
+    Raises `ConfigError` for a file that is missing, that others may read, or that holds no credentials. The
+    error never says what is in it."""
     remedy = "give --creds one of the files that `launch bus --secure` made"
     try:
         mode = path.stat().st_mode & 0o077

@@ -34,7 +34,7 @@ class StreamAccess:
     @classmethod
     def of(cls, credentials: Credentials) -> "StreamAccess":
         """Return the access of the role whose credentials these are."""
-        topology, secret = Topology(credentials.run), credentials.reaching_streams().stream_secret
+        topology, secret = Topology(credentials.run), credentials.stream_secret
         return cls(
             prefix=f"stored.{credentials.role}.{secret}.",
             stored=topology.stored_subjects(),

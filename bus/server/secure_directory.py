@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from bus.errors import ConfigError
 from bus.security.certificates import make_certificate, pem
-from bus.security.credentials import BUS_NAME, Credentials, load_credentials, read_credentials
+from bus.security.credentials import BUS_NAME, Credentials, load_credentials
 from bus.security.permissions import ROLES, permissions
 from bus.security.role_keys import RoleKeys, new_seed, public_key
 from bus.security.signatures import keys_in, sign_keys
@@ -51,20 +51,21 @@ class RunKeyFiles:
         files, keys = {}, self.keys
         for role in roles:
             path, known = self.creds(role), keys.of(role)
-            found = read_credentials(path) if path.exists() else self._new(role)
+            found = load_credentials(path) if path.exists() else self._new(role)
             key = public_key(found.seed)
             if path.exists() and known and key not in known:
                 raise ConfigError(f"the key in {path} was revoked: remove the file, and another one is made")
             if key not in known:
                 keys = keys.replaced(role, [key])
-            files[role] = replace(found.reaching_streams(), url=url, authority=authority)
+            files[role] = replace(found, url=url, authority=authority)
         self._write(keys, files)
 
     def _new(self, role: str) -> Credentials:
         secret = secrets.token_hex(SECRET_BYTES)
         return Credentials(
-            run=self._run, role=role, url="", seed=new_seed(), authority="", stream_secret=secret
-        )
+            run=self._run, role=role, url="", seed=new_seed(), authority="", run_key="", role_keys="",
+            stream_secret=secret,
+        )  # fmt: skip
 
     def rotate(self, role: str) -> None:
         """Give a role another key, besides those that it has."""
@@ -81,13 +82,13 @@ class RunKeyFiles:
     def _replace(self, role: str, *, keep: bool) -> None:
         seed, known = new_seed(), self.keys.of(role)
         keys = self.keys.replaced(role, [*(known if keep else ()), public_key(seed)])
-        self._write(keys, {role: replace(read_credentials(self.creds(role)), seed=seed)})
+        self._write(keys, {role: replace(load_credentials(self.creds(role)), seed=seed)})
 
     def _write(self, keys: RoleKeys, files: Mapping[str, Credentials]) -> None:
         run_seed = self._run_key.read_text()
         signed = sign_keys(run_seed, self._run, keys)
         for role in reversed(list(keys.keys)):  # the operator's last: with it the run counts as made
-            found = files.get(role) or read_credentials(self.creds(role))
+            found = files.get(role) or load_credentials(self.creds(role))
             made = replace(found, run_key=public_key(run_seed), role_keys=base64.b64encode(signed).decode())
             write_secret(self.creds(role), json.dumps(asdict(made), indent=1).encode())
         write_secret(self._list, signed)

@@ -149,8 +149,9 @@ def test_gateway_beyond_loopback_wants_credentials_and_tls(tmp_path: Path):
 
 
 def test_token_is_the_same_for_all_who_have_the_credentials_and_says_nothing_of_them(tmp_path: Path):
-    one = Credentials(run="r", role="actor", url="u", seed="SU" + "A" * 56, authority="a")
-    other = Credentials(run="r", role="actor", url="u", seed="SU" + "B" * 56, authority="a")
+    rest = {"url": "u", "authority": "a", "run_key": "", "role_keys": "", "stream_secret": ""}
+    one = Credentials(run="r", role="actor", seed="SU" + "A" * 56, **rest)
+    other = Credentials(run="r", role="actor", seed="SU" + "B" * 56, **rest)
     assert one.token("gateway") == one.token("gateway") != other.token("gateway")
     assert one.token("gateway") != one.token("else")
     assert one.seed not in one.token("gateway")

@@ -1,7 +1,6 @@
 """Whoever holds the credentials of one role changes nothing of a run but what that role may write."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -345,24 +344,6 @@ async def test_streams_of_an_older_build_are_found_again(tmp_path: Path, monkeyp
             await storage.create_keys()
         before, after = await before_and_after(secure, "actor", everything)
         assert after.foreign_to("actor") == before.foreign_to("actor")
-
-
-async def test_credentials_of_an_older_build_reach_the_streams(tmp_path: Path):
-    secure = SecureDirectory(tmp_path / "keys")
-    secure.make([RUN], "nats://127.0.0.1:1")
-    for path in (tmp_path / "keys" / RUN).glob("*.creds"):
-        old = {name: value for name, value in json.loads(path.read_text()).items() if name != "stream_secret"}
-        path.write_text(json.dumps(old))
-    copied = tmp_path / "actor.creds"
-    copied.write_bytes((tmp_path / "keys" / RUN / "actor.creds").read_bytes())
-    copied.chmod(0o600)
-    async with running(secure, tmp_path / "nats"):
-        assert load_credentials(secure.path / RUN / "actor.creds").stream_secret
-        async with operator_of(secure) as bus:
-            await make_run(bus)
-        url = load_credentials(secure.path / RUN / "actor.creds").url
-        async with Bus.connect(BusConfig(url=url, creds=copied), RUN, name="actor") as actor:
-            await Publisher(actor).publish(actor.subject("trajectories", 0), b"x", message_id="x")
 
 
 @pytest.mark.parametrize("role", ["actor", "judge"])

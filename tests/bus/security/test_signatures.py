@@ -1,6 +1,5 @@
 """A record is acted on only if a role that may write it has signed it, for this run and name."""
 
-import json
 import random
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, UnknownKeyError, UnsignedError
 from bus.security import signatures
-from bus.security.credentials import load_credentials, read_credentials
+from bus.security.credentials import load_credentials
 from bus.security.record_rules import RULES
 from bus.security.role_keys import new_seed, public_key
 from bus.security.signatures import MOST_AHEAD_NS, Signatures, sign_keys
@@ -251,23 +250,6 @@ def test_ten_thousand_forged_records_are_set_aside(by: By):
 # --- keys of roles ---
 
 
-def test_files_of_an_older_build_are_completed_by_the_bus_and_refused_elsewhere(directory: SecureDirectory):
-    path = directory.files("mine").creds("learner")
-    made = json.loads(path.read_text())
-    seed = made["seed"]
-    for name in ("run_key", "role_keys"):
-        del made[name]
-    path.write_text(json.dumps(made))
-    with pytest.raises(
-        ConfigError, match=r"an older build made .*start `launch bus --secure` with this build"
-    ):
-        load_credentials(path)
-    (directory.files("mine").creds("learner").parent / "role.keys").unlink()
-    directory.make([], "nats://127.0.0.1:4222")
-    assert load_credentials(path).seed == seed
-    assert directory.files("mine").keys.of("learner") == (public_key(seed),)
-
-
 def test_role_has_both_keys_until_the_older_one_is_revoked(by: By, directory: SecureDirectory):
     files, old = directory.files("mine"), by("learner")
     reading = by("actor")
@@ -332,7 +314,7 @@ def test_credentials_that_were_revoked_do_not_come_back_with_their_file(director
         directory.make([], "nats://127.0.0.1:4222")
     path.unlink()
     directory.make([], "nats://127.0.0.1:4222")
-    assert read_credentials(path).seed not in old.decode()
+    assert load_credentials(path).seed not in old.decode()
 
 
 def test_newer_file_is_read_while_the_process_goes_on(by: By, directory: SecureDirectory):
