@@ -63,9 +63,8 @@ def _picture(shapes: int, rng: Random) -> str:
 
 GENERATOR_VERSION = 2
 """Version of the generators; raise it when one writes other rows for the same parameters."""
-REASONING_GYM_VERSION, PLACES_VERSION = 3, 2
-"""Versions of the prompts of reasoning-gym, which hold their entries; those of the second named the places of
-entries that the reward made again. A run that was begun with such prompts keeps them."""
+REASONING_GYM_VERSION = 3
+"""Version of the prompts of reasoning-gym, which hold their entries."""
 OF_LIBRARY, HELDOUT_OF_LIBRARY = 2000, 100
 """Prompts and held-out prompts of a library's task, some of which take it a while to make."""
 HELDOUT_SEED = 12345
@@ -137,12 +136,11 @@ def task_passages(name: str) -> Sequence[str]:
 def _generate_reasoning_gym(name: str, directory: Path, *, seed: int) -> TaskFiles:
     files = TaskFiles(*(directory / f"{part}.jsonl" for part in ("prompts", "heldout", "demonstrations")))
     manifest = directory / "task.json"
-    sizes = {"prompts": OF_LIBRARY, "heldout": HELDOUT_OF_LIBRARY}
-    of_both: dict[str, Json] = {"task": name, "seed": seed, **sizes}
-    wanted, earlier = (
-        {**of_both, "generator_version": number} for number in (REASONING_GYM_VERSION, PLACES_VERSION)
-    )
-    if not (_already_there(files, manifest, wanted) or _already_there(files, manifest, earlier)):
+    wanted: dict[str, Json] = {
+        "task": name, "seed": seed, "prompts": OF_LIBRARY, "heldout": HELDOUT_OF_LIBRARY,
+        "generator_version": REASONING_GYM_VERSION,
+    }  # fmt: skip
+    if not _already_there(files, manifest, wanted):
         make_directory(directory)
         manifest.unlink(missing_ok=True)
         source = name.removeprefix(PREFIX)

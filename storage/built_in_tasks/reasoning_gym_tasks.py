@@ -132,7 +132,7 @@ def prompt_rows(
         if len(seen) - len(besides) == size:
             return
         entry = drawn[index]
-        question = str(entry["question"])
+        question, _ = str(entry["question"]), entry["answer"]
         if question not in seen:
             seen.add(question)
             label = None if entry["answer"] is None else str(entry["answer"])
@@ -156,43 +156,22 @@ def stored_entry(name: str, entry: Entry) -> dict[str, Json]:
     return {"data_set": name, "package": version("reasoning-gym"), "entry": text}
 
 
-def asked_entry(metadata: Mapping[str, object], *, label: str | None, prompt_text: str) -> tuple[str, Entry]:
-    """Return the data set and the entry that a prompt asks.
-
-    Prompts of earlier builds name the place of their entry, which is then made again and compared with them.
-
-    Args:
-        metadata: of the prompt.
-        label: of the prompt.
-        prompt_text: all that the prompt says, in which the entry's question is to occur.
-
-    Raises `EntryError` where there is none."""
+def asked_entry(metadata: Mapping[str, object], *, prompt_text: str) -> tuple[str, Entry]:
+    """Return the data set and the entry that a prompt asks; its question is to occur in `prompt_text`, all
+    that the prompt says. Raises `EntryError` where there is none."""
     found = metadata.get(KEY)
     if not isinstance(found, Mapping):
         raise EntryError("it is none of reasoning-gym's: set data.task=reasoning_gym/NAME, or another reward")
-    name, text = str(found.get("data_set")), found.get("entry")
+    name = str(found.get("data_set"))
     where = f"its entry of {PREFIX}{name}"
     try:
-        entry = exact_value(text) if isinstance(text, str) else _made_again(name, found)
-        question, right = str(entry["question"]), entry["answer"]
+        entry = exact_value(found["entry"])
+        question, _ = str(entry["question"]), entry["answer"]
     except (LookupError, TypeError, ValueError) as error:
         raise EntryError(f"{where} cannot be read ({error!r}): write the prompts again") from error
-    if text is None and label != (None if right is None else str(right)):
-        raise EntryError(
-            f"its label is {label!r}, and {where}, as this process makes it of its seed, has the answer "
-            f"{str(right)[:200]!r}: write the prompts again, which stores their entries"
-        )
     if question not in prompt_text:
         raise EntryError(
             f"its prompt does not ask what {where} asks, {question[:200]!r}: answers would be scored by "
             "another question; give the prompt as it was, or write the prompts again"
         )
     return name, entry
-
-
-def _made_again(name: str, place: Mapping[str, object]) -> Entry:
-    size, seed, index = (place.get(key) for key in ("size", "seed", "index"))
-    if not (isinstance(size, int) and isinstance(seed, int) and isinstance(index, int)):
-        raise TypeError(f"size, seed and index are {size!r}, {seed!r} and {index!r}")
-    entry: Entry = data_set(name, size, seed)[index]
-    return entry

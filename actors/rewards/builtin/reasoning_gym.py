@@ -49,7 +49,7 @@ def entry_of(answer: Answer) -> tuple[str, Entry]:
     """Return the data set and the entry that an answer is to. Raises `RewardError` as `ReasoningGym` does."""
     prompt_text = "\n".join(text_of(message.get("content")) for message in answer.messages)
     try:
-        return asked_entry(answer.metadata, label=answer.label, prompt_text=prompt_text)
+        return asked_entry(answer.metadata, prompt_text=prompt_text)
     except EntryError as error:
         raise RewardError(f"task {answer.task_id}: {error}") from error
 

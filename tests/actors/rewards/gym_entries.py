@@ -27,7 +27,7 @@ def rows_of(name: str, count: int) -> list[dict]:
     rows = []
     for row in prompt_rows(name, size=count, seed=SEED):
         entry = by_question[row["prompt"]]
-        found, read = asked_entry(row["metadata"], label=row["label"], prompt_text=row["prompt"])
+        found, read = asked_entry(row["metadata"], prompt_text=row["prompt"])
         assert found == name
         score = float(drawn.score_answer(answer="" if row["label"] is None else row["label"], entry=entry))
         rows.append({**row, "score": score, "same": read == entry})

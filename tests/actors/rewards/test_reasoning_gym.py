@@ -1,7 +1,5 @@
 """Tasks of reasoning-gym: prompts that hold their entry, and its own verifier as reward."""
 
-import json
-
 import pytest
 
 from actors.rewards.base import RewardError, Scored
@@ -63,28 +61,6 @@ async def test_a_prompt_that_does_not_ask_its_entry_is_refused(scorer):
     with pytest.raises(RewardError, match=r"does not ask what its entry .* asks, 'What is 2 \+ 3\?'"):
         await scorer.score(to("5", "What is 2 + 4?"))
     assert await scorer.score(to("5", f"Think first.\n{QUESTION}\nAnswer with a number.")) == 1.0
-
-
-@pytest.mark.slow
-async def test_prompts_of_earlier_builds_are_made_again_and_refused_where_they_differ(scorer):
-    place = {"data_set": "chain_sum", "size": 40, "seed": 3, "index": 2}
-    entry = reasoning_gym_tasks.data_set("chain_sum", 40, 3)[2]
-    old = {"reasoning_gym": place}
-    assert await scorer.score(to(entry["answer"], entry["question"], entry["answer"], old)) == 1.0
-    with pytest.raises(RewardError, match="does not ask what its entry"):
-        await scorer.score(to(entry["answer"], "What was asked by another version", entry["answer"], old))
-    with pytest.raises(RewardError, match=r"its label is '17', and its entry .* has the answer"):
-        await scorer.score(to("17", entry["question"], "17", old))
-
-
-def test_a_run_that_was_begun_with_places_keeps_its_prompts(tmp_path, monkeypatch):
-    for part in ("prompts", "heldout", "demonstrations"):
-        (tmp_path / f"{part}.jsonl").write_text("{}\n")
-    sizes = {"prompts": generators.OF_LIBRARY, "heldout": generators.HELDOUT_OF_LIBRARY}
-    noted = {"task": "reasoning_gym/chain_sum", "seed": 3, "generator_version": 2, **sizes}
-    (tmp_path / "task.json").write_text(json.dumps(noted))
-    monkeypatch.setattr(generators, "prompt_rows", None)  # nothing is written
-    assert generate_task("reasoning_gym/chain_sum", tmp_path, seed=3).prompts.read_text() == "{}\n"
 
 
 BROKEN_BY_WORDS = {

@@ -136,7 +136,7 @@ def test_questions_of_reasoning_gym_are_scored_by_its_verifier():
     for row in files_of("reasoning")["heldout"]:
         *shown, asked = (message["content"] for message in row["prompt"])
         assert asked not in shown
-        name, entry = asked_entry(row["metadata"], label=row["label"], prompt_text="\n".join((*shown, asked)))
+        name, entry = asked_entry(row["metadata"], prompt_text="\n".join((*shown, asked)))
         assert entry["question"] == asked
         verifier = data_set(name, 1, 0)
         assert verifier.score_answer(row["label"], entry) == 1
