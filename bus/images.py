@@ -38,7 +38,7 @@ class ImageCount(NamedTuple):
 
     images: int
     tokens: int
-    """Tokens that stand for them, for each image once."""
+    """Tokens that stand for images, for each image once."""
 
     @classmethod
     def of(cls, shown: Iterable[PlacedImage]) -> "ImageCount":

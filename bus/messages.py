@@ -267,7 +267,7 @@ class PolicyManifest(Message, tag="policy"):
     pause_reason: str = ""
     """Why leases are to be issued for the next step alone, in words; empty where they need not be."""
     adapted: AdaptedBase | None = None
-    """Where it is set, snapshots and deltas hold A and B of these weights by peft's names, nothing else."""
+    """With this set, snapshots and deltas hold A and B of these weights by peft's names, nothing else."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Versions of packages that an engine must have like the learner, by name; empty where it may have
     others."""
@@ -407,9 +407,9 @@ class DeadLetter(Message, tag="dead_letter"):
     origin: str = ""
     """Sequence number on its stream."""
     kind: str = "unreadable"
-    """Word for what is wrong with it, to count by."""
+    """Word for what is wrong with the message, to count by."""
     actor: str = ""
-    """Actor that made it, if it says so."""
+    """Actor that made the message, if it says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -190,12 +190,12 @@ class KvTokens(NamedTuple):
     """How full the cache of keys and values is."""
 
     used: int
-    """Tokens of the requests that it has, the prompts of waiting ones included."""
+    """Tokens of the engine's requests, the prompts of waiting ones included."""
     capacity: int
     shares_prefixes: bool
     """Whether requests that begin alike hold their beginning once."""
     reading: int = 0
-    """Number of the reading, where it is taken now and then: requests since then are not in it."""
+    """Number of the reading, of an engine that is read now and then: requests since then are not in it."""
 
 
 @runtime_checkable

@@ -39,7 +39,7 @@ RESTART_S, MOST_DOUBLINGS = 1.0, 6
 @dataclass(eq=False)
 class _Program:
     ends_in_vain: int = 0
-    """Times in a row that it ended without having taken a task."""
+    """Times in a row that the program ended without having taken a task."""
     taker: Taker | None = None
     """Who takes tasks for the program while it runs."""
 

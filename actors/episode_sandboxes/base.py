@@ -32,7 +32,7 @@ class Command:
     words: Sequence[str]
     """The program and its arguments; no shell reads them."""
     timeout_s: float
-    """Time after which it is ended with all that it has started."""
+    """Time after which a command is ended with all that it has started."""
     stdin: bytes = b""
     output_bytes: int = 1 << 16
     """Output, and errors, after which it is ended."""

@@ -268,7 +268,7 @@ class Evaluator:
         return result if same and answers else None
 
     async def _send_answers(self, result: EvaluationResult) -> None:
-        """Give storage the answers that it keeps. Nobody waits for them: what cannot be sent is left out."""
+        """Give storage answers to keep. Nobody waits for them: what cannot be sent is left out."""
         of = f"{result.incarnation}-{result.policy_version}-{result.data_set}"
         subject = self._bus.subject("outcomes", "answers")
         try:
@@ -415,12 +415,12 @@ def _stopped() -> HandBackError:
 
 
 def _accuracy(answers: Sequence[_Answer]) -> float:
-    """Return the mean reward of those that did not fail: a failure says nothing about the policy."""
+    """Return the mean reward of answers that did not fail: a failure says nothing about the policy."""
     return fmean(answer.reward for answer in answers if answer.reward is not None)
 
 
 def _mostly_answered(answers: Sequence[_Answer]) -> bool:
-    """Return whether at most half of them failed; the mean of a few would be taken for that of all."""
+    """Return whether at most half of the answers failed; the mean of a few would be taken for that of all."""
     return 2 * sum(answer.reward is None for answer in answers) <= len(answers)
 
 

@@ -272,8 +272,8 @@ class Session:
 
     @property
     def unanswered_s(self) -> float:
-        """Return the longest time of those that have no answer, or had none when whoever asked was gone, or
-        the session was closed."""
+        """Return the longest wait of requests that have no answer, or had none when whoever asked was gone,
+        or the session was closed."""
         return max(self._unanswered_s, self._under_way_s)
 
     @property

@@ -112,6 +112,6 @@ class _Growth:
         """Sums of the largest 0, 1, 2 ... of them."""
 
     def beyond(self, tokens: int) -> float:
-        """Return the mean of those above `tokens`, and `tokens` where there is none."""
+        """Return the mean of lengths above `tokens`, and `tokens` where there is none."""
         above = len(self._grown) - bisect_right(self._grown, tokens)
         return self._sums[above] / above if above else float(tokens)

@@ -88,7 +88,7 @@ class Completion:
     malformed_calls: tuple[str, ...] = ()
     """What looked like a tool call and is none, as text."""
     prompt_tokens: int = 0
-    """Number of tokens that it continues."""
+    """Number of tokens that the completion continues."""
     stop_text: str | None = None
     """The text that ended it, which is in `text` and not in `content`; None where something else did."""
     logprobs: np.ndarray | None = None

@@ -13,7 +13,7 @@ class ProgramRequest:
     directory: str
     """Where the program works and what it may write."""
     user: tuple[int, int] | None = None
-    """User and group that it runs as; None keeps those of the actor."""
+    """User and group that the program runs as; None keeps those of the actor."""
     namespaces: bool = True
     """Whether the program gets processes, users and mounts of its own."""
     port: int | None = None

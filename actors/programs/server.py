@@ -35,7 +35,7 @@ class ProgramDescriptors(NamedTuple):
     report: int
     """Socket that tells how the program ended, by which the actor also stops it."""
     group: int
-    """File by which it joins a control group; /dev/null where it has none."""
+    """File by which the program joins a control group; /dev/null where it has none."""
 
 
 def main() -> None:

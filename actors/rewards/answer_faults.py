@@ -22,7 +22,7 @@ class Failure:
 
     error: Exception
     broken: tuple[object, Exception] | None = None
-    """A control on which it failed too, and how; None where it works on each: the answer is to blame."""
+    """A control on which the reward failed too, and how; None where each works: the answer is to blame."""
 
 
 async def judged(

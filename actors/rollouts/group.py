@@ -164,7 +164,7 @@ class Group:
         return f"{self.lease.group_id}.{sample}"
 
     def may_be_shared(self, share_after_s: float | None) -> bool:
-        """Return whether what is finished may be sent without its siblings."""
+        """Return whether finished rollouts may be sent without their siblings."""
         return share_after_s is not None and self.each is not None and not self.failures
 
     def keeps_turns_in_s(self, every_s: float | None) -> float | None:

@@ -23,7 +23,7 @@ class Limits:
     preload: tuple[str, ...] = ()
     """Modules loaded once, before any program starts."""
     package_directories: tuple[str, ...] = ()
-    """Directories outside the standard library that it may import from."""
+    """Directories outside the standard library that the program may import from."""
 
     @property
     def home(self) -> str:

@@ -103,7 +103,7 @@ class NamedEnvironmentConfig(Config):
     """One more environment of a run, which prompts choose by its name."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")
-    """Name by which it is chosen: letters, digits, - and _."""
+    """Name by which the environment is chosen: letters, digits, - and _."""
     environment: EnvironmentConfig
     """Environment, with its reward."""
 

@@ -55,12 +55,12 @@ class OpponentConfig(Config):
 
     @property
     def pinned(self) -> int | None:
-        """Return the version that it always is; None for one that follows the policy, or has a path."""
+        """Return the version of a fixed opponent; None for one that follows the policy, or has a path."""
         return self.version if isinstance(self.version, int) else None
 
     @property
     def lag(self) -> int | None:
-        """Return the versions by which it follows the policy; None for one that stays as it is."""
+        """Return the versions by which the opponent lags the policy; None for one that stays as it is."""
         found = _LAG.fullmatch(self.version) if isinstance(self.version, str) else None
         return None if found is None else int(found[1])
 

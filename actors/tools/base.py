@@ -64,7 +64,7 @@ class WaitsForRoom(KeepsState, Protocol):
     """A tool whose state may wait for others to end before it opens, which is no fault of the model."""
 
     room_wait_s: float
-    """Longest time that it waits; then opening it raises ToolError."""
+    """Longest time that opening waits; then it raises ToolError."""
 
 
 @runtime_checkable
@@ -83,7 +83,7 @@ class EndsCalls(Protocol):
     """A tool that ends each call by itself. One that takes longer has waited for its turn."""
 
     wall_s: float
-    """Longest time that it works on a call."""
+    """Longest time that the tool works on a call."""
 
 
 def function_schema(tool: Tool) -> dict[str, JSON]:

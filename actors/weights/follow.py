@@ -72,7 +72,7 @@ class Newest(Generic[T]):
             self.news.set()
 
     async def pursue(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to fetch what was announced last, and to load it then, unless that is under way."""
+        """Begin to fetch the weights announced last, and to load them then, unless that is under way."""
         self.news.clear()
         manifest = self.announced
         if manifest is None:

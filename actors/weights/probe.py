@@ -84,7 +84,7 @@ class ProbeCheck:
         known = {version for learner, version in self._expected if learner == newest.incarnation}
         self.nats, before, self.alarms = {}, self.alarms, {}
         for name, scored in found.items():
-            if name in before and scored.policy_version not in known:  # it took an unscored version
+            if name in before and scored.policy_version not in known:  # took an unscored version
                 self.alarms[name] = before[name]
                 continue
             parts = _parts(newest.probe, scored.logprobs)

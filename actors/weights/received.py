@@ -83,7 +83,7 @@ class _Adapted(NamedTuple):
     a: HostTensor
     b: HostTensor
     magnitude: HostTensor | None
-    """Lengths of the rows; None for those that W + scale * B A has."""
+    """Lengths of the rows; None for lengths that W + scale * B A has."""
     digests: bytes
 
 

@@ -18,7 +18,7 @@ class ServerClock:
     """What the time of an answer tells of the server's clock."""
 
     ahead_s: float
-    """Seconds by which it is ahead of this host's clock."""
+    """Seconds by which the server is ahead of this host's clock."""
     uncertain_s: float
     """Bound on the error of that: half of the time which the answer took."""
 

@@ -30,7 +30,7 @@ class Credentials:
     run_key: str
     """Public key of the run itself, which signs the list of its roles' keys."""
     role_keys: str
-    """That list as it was when the file was made (`bus.security.role_keys`), signed, as base64."""
+    """The run's list of keys when the file was made (`bus.security.role_keys`), signed, as base64."""
     stream_secret: str = field(repr=False)
     """Secret of the role by which it reaches the run's streams (`bus.security.stream_access`). It stays when
     the key is exchanged."""

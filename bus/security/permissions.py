@@ -19,10 +19,10 @@ class Permissions:
     """Subjects of one role. All else is forbidden."""
 
     publish: tuple[str, ...]
-    """Subjects on which it speaks to processes that listen, its answers included."""
+    """Subjects on which the role speaks to processes that listen, its answers included."""
     subscribe: tuple[str, ...]
     stored: tuple[str, ...] = ()
-    """Subjects that it reaches JetStream on (`bus/security/stream_access.py`)."""
+    """Subjects on which the role reaches JetStream (`bus/security/stream_access.py`)."""
 
 
 @cache

@@ -82,7 +82,7 @@ class Inbox:
         self._owed = 0
         try:
             if subscription is not None and self._bus.client.is_connected:
-                await subscription.drain()  # this waits for what the server has already sent
+                await subscription.drain()  # waits for what the server has already sent
             elif subscription is not None:
                 await subscription.unsubscribe()
             while self._messages:

@@ -57,7 +57,7 @@ class StreamReader:
         self._stream = bus.topology.stream(stream)
         self._subject = subject
         self.beginnings = 0
-        """Number of times that it began anew, on a stream that gives numbers again."""
+        """Number of times that the reader began anew, on a stream that gives numbers again."""
         self._checked_at = -1
         self._skip_until_ns = 0
 

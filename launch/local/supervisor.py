@@ -40,9 +40,9 @@ class Part:
     name: str
     command: Sequence[str]
     drain_s: float = 60.0
-    """Longest time that it may take to end after SIGTERM."""
+    """Longest time that the part may take to end after SIGTERM."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that it has besides those of this process."""
+    """Environment variables that the part has besides those of this process."""
     serves: bool = False
     """Says whether others may need it until they have ended, as they need storage and the bus."""
     ends_run: bool = False
@@ -50,7 +50,7 @@ class Part:
     may_end: Callable[[], bool] = lambda: False
     """Tells whether a part has done its work when it ends with status 0, and the run goes on without it."""
     smaller: str = ""
-    """Settings with which it takes less memory, said when the kernel has killed it for lack of memory."""
+    """Settings by which a part takes less memory, said when the kernel has killed it for lack of memory."""
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     """What the kernel has killed for lack of memory since the latest process began."""
     process: asyncio.subprocess.Process | None = None

@@ -240,7 +240,7 @@ class Plan:
     generation_s: float | None
     """Seconds in which all engines make a step's answers; None where none is on a GPU."""
     instead: tuple[str, ...] = ()
-    """Settings with which it fits, where it does not; nothing where none of those that are tried does."""
+    """Settings with which a run fits that does not; nothing where none of those that are tried does."""
 
     @property
     def fits(self) -> bool:

@@ -46,7 +46,7 @@ class HeldOutTrajectories(StoredTrajectories):
         yield _HeldOutGroups(self._store, self._training)
 
     async def of_step(self, step: int) -> list[int]:
-        """Raise `ConfigError`: no step trains on them."""
+        """Raise `ConfigError`: no step trains on held-out answers."""
         raise ConfigError(NOT_TRAINED)
 
     async def recorded(self) -> set[str]:

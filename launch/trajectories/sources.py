@@ -60,7 +60,7 @@ class TrajectorySource(Protocol):
         """Return what the learner made of these groups; nothing is known of them over the bus."""
 
     async def recorded(self) -> set[str]:
-        """Return the trajectories of which it recorded that. Raises `ConfigError` where it is not known."""
+        """Return trajectories whose trained log-probs are recorded. Raises `ConfigError` if nobody knows."""
 
     async def decode(self) -> Decode:
         """Return what turns token ids into text."""
@@ -98,7 +98,7 @@ class StoredTrajectories:
         return self._state
 
     async def recorded(self) -> set[str]:
-        """Return the trajectories of which it recorded that; none where the learner is on another host."""
+        """Return trajectories whose trained log-probs are recorded; none with the learner on another host."""
         return await asyncio.to_thread(trained_logprobs.trajectories, self._run.path)
 
     async def decode(self) -> Decode:

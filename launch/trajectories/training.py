@@ -36,7 +36,7 @@ class GroupTraining:
     """What the files of a run say of one group; nothing is known where they are on another host."""
 
     use: GroupUse | None = None
-    """What the ledger says of it."""
+    """What the ledger says of the group."""
     ended: str = ""
     """State of a run that is over; empty while it may go on."""
     facts: Mapping[int, Mapping[int, TrainedFacts]] = field(default_factory=dict)

@@ -87,7 +87,7 @@ class Stored(NamedTuple):
     """The trajectory as it arrived: a reward that came later is not in it."""
     actor: str
     reward: float | None
-    """The reward that it has now, also one that came later."""
+    """Reward that the trajectory has now, also one that came later."""
     source: str = ""
 
 

@@ -76,7 +76,7 @@ class Digesting(LazyWeights):
 
 
 def verified_size(written: LazyWeights, digests: Mapping[str, str]) -> int:
-    """Read everything back, and return its size in bytes. Raises `StorageError` where a bit differs."""
+    """Read all weights back, and return their size in bytes. Raises `StorageError` where a bit differs."""
     reading = tracked(digests.items(), "reading back what was written")
     if differing := [name for name, digest in reading if tensor_digest(written[name]) != digest]:
         raise StorageError(

@@ -30,7 +30,7 @@ class Witness:
 
     lease: int
     step: int
-    """The step that trained on it."""
+    """The step that trained on the group."""
     checkpoint: int
     """Step of the checkpoint whose weights were looked at."""
     differences: dict[Times, float]

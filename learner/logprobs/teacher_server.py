@@ -46,13 +46,13 @@ class ServerModel(BaseModel):
     """What a server says of its model."""
 
     name: str
-    """Path or name under which it was loaded."""
+    """Path or name under which the model was loaded."""
     generates: bool
     """The server gives log-probs of tokens; a reward or embedding model does not."""
     knows_texts: bool
     """The server has a tokenizer."""
     longest: int | None
-    """Most tokens that it takes in one request; None where it does not say."""
+    """Most tokens that a request may have; None where the server does not say."""
 
 
 class TeacherServer:

@@ -18,7 +18,7 @@ class TrainedStep:
 
     step: int
     policy_version: int
-    """The version that it made."""
+    """The version that the step made."""
     incarnation: str
     """The learner process that trained it."""
     leases: tuple[int, ...]

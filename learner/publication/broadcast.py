@@ -325,7 +325,7 @@ class _Group:
     living: "asyncio.Task[None]" = field(init=False)
 
     def is_of(self, wanted: Sequence[BroadcastWanted]) -> bool:
-        """Return whether those that ask are the engines of this group, and note what they asked."""
+        """Return whether the askers are the engines of this group, and note what they asked."""
         asked = {one.first_rank: one.nonce for one in wanted if one.group == self.name}
         if len(asked) < len(wanted) or asked.keys() != self.ranks.keys():
             return False
@@ -362,7 +362,7 @@ class _SenderProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._talking = asyncio.Lock()
-        """Held from the request until it has answered."""
+        """Held from the request until the process has answered."""
 
     @classmethod
     async def start(cls, order: Line) -> "_SenderProcess":

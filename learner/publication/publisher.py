@@ -166,7 +166,7 @@ class WeightPublisher:
         probe: Probe | None = None, is_trained: bool = True, ess_fraction: float | None = None,
         why_unchanged: str = "",
     ) -> PolicyManifest:  # fmt: skip
-        """Store what is new, then announce it; the announcement never precedes the bytes.
+        """Store what is new, then announce the version; the announcement never precedes the bytes.
 
         A version that `is_trained` differs from the one before it, or there is an alarm, which says
         `why_unchanged`. `tensors` must stay as they are until the publication after this one is done. The

@@ -174,7 +174,7 @@ class OwnTensors:
         """Begin to store the announced version whole, beside what comes next."""
         if self._writing is not None:
             self._writing.content.end()
-            self._stored |= self._writing.stored  # nobody announces these any more
+            self._stored |= self._writing.stored  # nobody announces these blobs any more
         content = HeldContent(Weights(policy_version, self._versions[policy_version], {}), self._bytes_per_s)
         self._writing = _Writing(content, self._begun(lambda store: store.put(content, *tokens)))
 

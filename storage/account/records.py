@@ -147,7 +147,7 @@ class Kind(IntEnum):
     DROPPED = 3
     """A shard received it and did not store it; `number` is a `DropReason`."""
     TRAINED = 4
-    """A learner trained on it; `number` is the step, `reward` the one that it used."""
+    """A learner trained on the trajectory; `number` is the step, `reward` the one that it used."""
     GIVEN = 5
     """Somebody is about to give the trajectory this late reward; its digest is not known, and zero."""
 

@@ -62,7 +62,7 @@ class PromptSource:
     share: int = 0
     """Prompts of each `WINDOW` that come from it."""
     drawn: int = 0
-    """Prompts that were drawn from it before: it goes on there."""
+    """Prompts that were drawn from the source before: it goes on there."""
 
 
 def shares(weights: Sequence[float]) -> list[int]:

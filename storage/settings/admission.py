@@ -78,7 +78,7 @@ NO_ESS_BRAKE = EssBrakeConfig()
 
 
 class AdmissionConfig(Config):
-    """How much is rolled out, how far it may lag, and which groups a step takes."""
+    """How much is rolled out, how far rollouts may lag, and which groups a step takes."""
 
     groups_per_step: int = Field(32, ge=1)
     """Groups (prompts) in the batch of one optimizer step."""

@@ -53,7 +53,7 @@ class SegmentEntry:
 
     @property
     def numbers(self) -> range:
-        """Numbers of the segments that it covers."""
+        """Numbers of the segments that the entry covers."""
         return range(self.first, self.last + 1)
 
     @classmethod

@@ -65,7 +65,7 @@ class EncodedTensors:
     """What a delta has of some tensors."""
 
     digests: Mapping[str, bytes]
-    """Digest of every one of them, changed or not."""
+    """Digest of every tensor, changed or not."""
     changes: Mapping[str, TensorChange]
     bodies: Mapping[str, list[bytes]]
     """Bodies of the changed parts of each changed tensor; none where they are stored elsewhere."""

@@ -52,7 +52,7 @@ class _Host:
     fetches: dict[int, tuple[str, float]] = field(default_factory=dict)
     """Parts that it was told to fetch, where, and when."""
     avoids: dict[str, float] = field(default_factory=dict)
-    """Servers that failed for it, and until when they are avoided."""
+    """Servers that failed for the host, and until when they are avoided."""
 
 
 class PartTracker:

@@ -64,7 +64,7 @@ class HeldBlob:
         self.states = bytearray(ref.parts)
         self.filling = asyncio.Lock()
         self.readers = 0
-        """Readers that wait for it to be whole, or copy it."""
+        """Readers that wait for the blob to be whole, or copy it."""
         self.is_taken = False
         """Whether a reader has it, whose tensors lie in this memory."""
         self.used_s = time.monotonic()

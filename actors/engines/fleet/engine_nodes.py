@@ -192,7 +192,7 @@ class FollowingNode:
         self._first_gpu = first_gpu
         self._records = NodeRecords(bus, engine)
         self._last = ""
-        """Name of the engine that it was part of before."""
+        """Name of the engine that the node was part of before."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Be part of one engine after the other until `stop`. Raises `EngineError` where node 0 leads none

@@ -80,7 +80,7 @@ class EngineState:
     failed_under: int | None = None
     """Requests that it may have failed of; None when it has not failed."""
     ending: set[asyncio.Task[Generation]] = field(default_factory=set)
-    """Requests whose callers are gone, until it has aborted them."""
+    """Requests whose callers are gone, until the engine has aborted them."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the engine was closed: nothing comes from it any more."""

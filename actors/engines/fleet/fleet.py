@@ -381,7 +381,7 @@ class Fleet:
                 self._queue.remove(pending)
 
     def _dispatch(self) -> None:
-        """Give places to those that wait, the oldest first, as far as caches have room for their contexts. A
+        """Give places to waiting requests, the oldest first, as far as caches have room for their contexts. A
         request under which engines have failed waits for a place among few enough others; nobody younger goes
         to the least busy engine meanwhile, or it would never be less so."""
         for pending in [pending for pending in self._queue if pending.refusals]:

@@ -218,7 +218,7 @@ class Member:
         return ScoredTokens(version, logprobs) if logprobs and self.policy_version == version else None
 
     async def update(self) -> float:
-        """Load the newest weights unless it has them; return the seconds generation stood still. An engine
+        """Load the newest weights unless they are there; return the seconds generation stood still. An engine
         that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
         life, seconds = self._life, 0.0
         if life is None or self.state != "serving":  # an engine that starts takes the newest by itself

@@ -85,7 +85,7 @@ class Adapters:
         return self.newest
 
     def refuse_version(self, changed: State, base: State) -> None:
-        """Raise `WeightsKeptError` where those of a version are none that the server was started for. The
+        """Raise `WeightsKeptError` where adapters of a version are none that the server was started for. The
         server is asked for nothing before: it goes on, with the version that it has and with all other
         policies. `changed` and `base` are as in `load`."""
         tensors = {**self._tensors, **changed}

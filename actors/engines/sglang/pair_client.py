@@ -43,7 +43,7 @@ class _Asked:
 
     @property
     def crossing(self) -> bool:
-        """Return whether it may not have its first token, or that may not have got to the decode server."""
+        """Return whether the request may lack its first token, or the decode server may not have that."""
         return not self.first.done()
 
 

@@ -125,7 +125,7 @@ class RequestsInProgress:
         flight.rid, flight.sent, flight.interrupted = self._rid(flight.request), None, False
 
     async def abort(self, request_id: str) -> None:
-        """End one, and return when it has ended. Unknown ids are ignored."""
+        """End a request, and return when it has ended. Unknown ids are ignored."""
         flight = self._in_progress.get(request_id)
         if flight is None:
             return
@@ -203,7 +203,7 @@ class RequestsInProgress:
             await asyncio.wait(under_way.values(), timeout=INTERRUPT_AGAIN_S)
 
     async def abort_all(self) -> None:
-        """Have the server end all that it has, also what was abandoned and what others asked."""
+        """Have the server end all requests, also what was abandoned and what others asked."""
         for flight in self:
             flight.interrupted = flight.interrupted or flight.sent is not None
         with suppress(EngineError):  # the requests hear of it too

@@ -18,7 +18,7 @@ class ServedPolicy:
     """Version that new requests have, -1 before the first."""
     loads: int = 0
     tokens_generated: int = 0
-    """Number of tokens sampled for it since the start."""
+    """Number of tokens sampled for the policy since the start."""
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while requests are let through, and for good once the server has failed."""
     mark: str = field(default_factory=lambda: secrets.token_hex(4))

@@ -252,9 +252,9 @@ class KeptResponses:
         return name
 
     def read(self, raw: bytes, *, again: bool = False) -> Continued:
-        """Return a request with all that it goes on from. One that comes `again` may do without, since it
-        gets the answer of the first time. Raises `RefusedError` for a response or conversation that is not
-        kept, and for a whole that is larger than a body may be."""
+        """Return a request with all messages that it goes on from. One that comes `again` may do without,
+        since it gets the answer of the first time. Raises `RefusedError` for a response or conversation that
+        is not kept, and for a whole that is larger than a body may be."""
 
         def items_of(request: _Request, before: Sequence[_Kept]) -> list[_Kept]:
             last = before[-1] if before else self._before(request, len(raw), again=again)

@@ -46,7 +46,7 @@ class Scorer:
         self._lowest = lowest
         self._scores = LatestUses()
         self._newest: Answer | None = None
-        """Newest answer that it scored, and that is not the label word by word."""
+        """Newest answer that was scored, and that is not the label word by word."""
         self._name = name
         self._timeout_s = timeout_s
         self._weights = weights or {}
@@ -188,7 +188,7 @@ class GroupScorer:
         self._lowest = lowest
         self._scores = LatestUses()
         self._newest: Sequence[Answer] | None = None
-        """Newest group that it scored, without what is to blame for a failure."""
+        """Newest group that was scored, without what is to blame for a failure."""
         self._name = name
         self._timeout_s = timeout_s
         self._weights = weights or {}

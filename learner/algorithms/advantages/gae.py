@@ -165,7 +165,7 @@ class Actions:
     """Describes the n actions of a trajectory of L tokens."""
 
     first: NDArray[np.intp]
-    """[n], the token with which each begins: its state is the one before this token."""
+    """[n], the token with which each action begins: its state is the one before this token."""
     tokens: NDArray[np.intp]
     """The trained tokens."""
     of_token: NDArray[np.intp]

@@ -66,7 +66,7 @@ from storage.model_files.families import family_named
 
 
 class EmbeddingCopy:
-    """This rank's part of it: the embedding on the first stage, its copy on the last, nothing in between."""
+    """This rank's part of the embedding: the layer on the first stage, its copy on the last, else nothing."""
 
     def __init__(
         self, chunks: Sequence[PolicyModel], config: TransformerConfig, hf_config: PretrainedConfig
@@ -85,7 +85,7 @@ class EmbeddingCopy:
             ).to(device())
 
     def renew(self) -> None:
-        """Send the embedding as it is now. Every rank calls this, when the parameters are gathered."""
+        """Send the embedding to the last stage. Every rank calls this, when the parameters are gathered."""
         if self._layer is not None:
             group = parallel_state.get_embedding_group()
             weight = self._layer.get_parameter("weight").detach()  # elsewhere since gradients have a buffer

@@ -78,7 +78,7 @@ class UpdateCounts:
         )
 
     def saved(self) -> dict[str, JsonValue]:
-        """Return what a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of the counts."""
         return {
             "steps_done": self.steps_done,
             "updates_done": self.updates_done,

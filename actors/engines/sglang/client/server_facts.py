@@ -57,7 +57,7 @@ class ServerFacts:
     loads_adapters: bool = False
     """There is an endpoint that takes the tensors of adapters."""
     architectures: tuple[str, ...] = ()
-    """Classes of its model; empty where it does not say."""
+    """Classes of the model; empty where the server does not say."""
     longest_prompt: int | None = None
     """Tokens that a prompt may have, and with it its answer; None where it does not say."""
     bootstrap_port: int = 0

@@ -24,7 +24,7 @@ class MainShard(NamedTuple):
     main: Tensor
     """float32, the main weights, which the optimizer updates: some of the parameter's or all of them."""
     start: int
-    """Element of the parameter at which they begin."""
+    """Element of the parameter at which the weights begin."""
 
 
 def main_shards(part: Any) -> Iterator[MainShard]:

@@ -64,7 +64,7 @@ class StateFile:
     """Float32 numbers on a disk, zeros at first."""
 
     def __init__(self, directory: Path, numbers: int) -> None:
-        """Take the room for them at once. Raises `ConfigError` where there is none."""
+        """Take the room for all bytes at once. Raises `ConfigError` where there is none."""
         self._directory = directory
         size = 4 * numbers
         try:
