@@ -20,7 +20,8 @@ class FailedStep:
     def noted(self, step: str) -> Iterator[None]:
         """Note that `step` failed when what is inside raises `TrainingError`. Raises `ConfigError` instead if
         the earlier start failed there too: the learner trains on the same groups again, so a third start
-        helps only with other settings."""
+        helps only with other settings. Once the step succeeds, its failure is forgotten: a learner that is
+        rolled back and fails there again may fail for another reason."""
         try:
             yield
         except TrainingError as error:
@@ -28,3 +29,6 @@ class FailedStep:
                 raise ConfigError(f"{step} failed again after a restart: {error}") from error
             write_json(self._file, {"step": step})
             raise
+        if step == self._before:
+            self._before = None
+            self._file.unlink(missing_ok=True)  # every rank comes here

@@ -13,11 +13,37 @@ from bus.requests import GroupRef
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.progress.failed_step import FailedStep
 from learner.world.rank import Rank
 from tests.factories import make_trajectory
 from tests.learner.tiny import hf_state, tiny_model
 from tests.learner.world.prefetch_settings import settings
 from tests.learner.world.test_foreign_tokens import Reading
+
+
+def test_a_step_that_succeeded_since_may_fail_again_before_it_ends_the_run(tmp_path: Path):
+    file = tmp_path / "failed_step.json"
+
+    def start(step: str, *, fails: bool) -> None:
+        """Start a rank, which trains on one step."""
+        with FailedStep(file).noted(step):
+            if fails:
+                raise TrainingError("no room")
+
+    with pytest.raises(TrainingError):
+        start("step 2", fails=True)
+    start("step 1", fails=False)  # the checkpoint is of the step before
+    assert file.exists()
+    start("step 2", fails=False)
+    assert not file.exists()
+    with pytest.raises(TrainingError):
+        start("step 2", fails=True)  # after a rollback, say
+    ranks = [FailedStep(file) for _ in range(2)]
+    for rank in ranks:
+        with rank.noted("step 2"):
+            pass
+    with pytest.raises(TrainingError), ranks[0].noted("step 2"):
+        raise TrainingError("no room")
 
 
 @pytest.mark.parametrize(
