@@ -189,10 +189,15 @@ class NatsServer:
 
     def _listens(self) -> bool:
         """Return whether this server accepts connections. Another that took its port does not count."""
-        with suppress(psutil.Error):  # the process has ended
-            sockets = psutil.Process(self.pid).net_connections("tcp")
-            return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in sockets)
-        return False
+        return listens(self.pid, self.port)
+
+
+def listens(pid: int, port: int) -> bool:
+    """Return whether a process accepts connections at a port; one that has ended does not."""
+    with suppress(psutil.Error):
+        sockets = psutil.Process(pid).net_connections("tcp")
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+    return False
 
 
 def nats_binary() -> str:

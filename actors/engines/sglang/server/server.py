@@ -22,7 +22,7 @@ from actors.engines.sglang.server.settings import interpreter, server_environmen
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from bus.process.host_limits import MemoryKills
-from bus.server.nats_server import free_port
+from bus.server.nats_server import free_port, listens
 from bus.waiting import unless
 from storage.disk.log_files import keep_newest, rotated
 
@@ -157,6 +157,10 @@ class ServerProcess:
         said = "\n".join(lines[-TAIL_LINES:]) or "(nothing)"
         return EngineError(f"the SGLang server ended with {self.ending}. The end of {self._log}:\n{said}")
 
+    def listens(self, port: int) -> bool:
+        """Return whether one of its processes accepts connections at a port."""
+        return any(listens(pid, port) for pid in group_members(self.pid))
+
     @property
     def ending(self) -> str:
         status = self._process.returncode
@@ -208,10 +212,11 @@ class OwnServer:
         self._model = model
         self._log_file = log_file
         self._first_gpu = first_gpu
+        self._port = 0
 
     async def start(self) -> SglangClient:
         """Start a process, with arbitrary weights."""
-        port = free_port(HOST)
+        self._port = port = free_port(HOST)
         settings = server_settings(self._config, self._model, host=HOST, port=port, first_gpu=self._first_gpu)
         python = interpreter(self._config)
         environment = server_environment(self._config, settings, python)
@@ -219,11 +224,13 @@ class OwnServer:
         return SglangClient.connect(f"http://{HOST}:{port}")
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when the server has generated a token; it is killed when it does not in time."""
+        """Return when the server has generated a token; it is killed when it does not in time. Another that
+        took its port meanwhile does not count: ours ends when it cannot listen there."""
         assert self.process is not None, "the process is started first"
         deadline = time.monotonic() + self._config.start_timeout_s
         while not self.process.ended:
-            if await client.healthy(self._config.health_timeout_s):
+            is_there = await asyncio.to_thread(self.process.listens, self._port)
+            if is_there and await client.healthy(self._config.health_timeout_s):
                 return
             self.phase = await asyncio.to_thread(self.process.phase)
             if time.monotonic() > deadline:
