@@ -66,8 +66,10 @@ def read_entries(raw: bytes, token_ids: Sequence[int], *, with_tops: bool) -> tu
             f"{len(token_ids)} tokens came back with {len(entries)} log-probs and {len(tops)} sets of the "
             "likeliest tokens: is it an SGLang server from 0.5.17 on?"
         )
+    highest = max(token_ids, default=0)
     for asked, (_, told, _) in zip(token_ids, entries, strict=True):
-        if told not in (asked, 0):  # SGLang writes 0 for the last id of its vocabulary
+        # SGLang writes 0 for the last id of its vocabulary
+        if told != asked and not (told == 0 and asked == highest):
             raise EngineError(f"the log-probs are of other tokens than those sent: {told} instead of {asked}")
     return entries, tops
 
@@ -92,13 +94,19 @@ def read_top_tokens(
     together, float32 [N, count + 1].
 
     A token from `vocab_size` on, which the policy does not have, counts among the others. Raises
-    `EngineError` for another number of tokens, and for log-probs that are not finite."""
+    `EngineError` for another number of tokens, for one that comes twice or is negative, and for log-probs
+    that are not finite."""
     if short := [len(place or ()) for place in tops if len(place or ()) != count]:
         raise EngineError(f"{short[0]} of the likeliest tokens came instead of {count}")
     if not tops:
         return np.empty((0, count), np.int32), np.empty((0, count + 1), np.float32)
     logprobs = np.stack([read_logprobs(place or ()) for place in tops])
     ids = np.array([[entry[1] for entry in place or ()] for place in tops], np.int64)
+    ordered = np.sort(ids, axis=1)
+    for place in np.flatnonzero((ordered[:, 0] < 0) | (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)):
+        raise EngineError(
+            f"of the likeliest tokens in one place some come twice or are negative: {ids[place].tolist()}"
+        )
     known = ids < vocab_size
     mass = np.where(known, np.exp(logprobs.astype(np.float64)), 0.0).sum(axis=1)
     others = np.log(np.maximum(1.0 - mass, LEAST_MASS))

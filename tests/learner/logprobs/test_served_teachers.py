@@ -1,6 +1,7 @@
 """Teachers behind servers: steps with them are those with the same weights held here; what can go wrong."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from learner.config.learner import LearnerConfig
 from learner.data.top_tokens import NO_TOKEN
 from learner.logprobs import teacher_server
 from learner.logprobs.served_teachers import ask_teachers, teachers_asked
-from learner.logprobs.teacher_answers import read_top_tokens
+from learner.logprobs.teacher_answers import read_entries, read_top_tokens
 from tests.learner.logprobs.served_model import ServedModel, Spoil
 from tests.learner.logprobs.served_steps import groups_of, stepped, teacher
 from tests.learner.tiny import VOCAB
@@ -268,6 +269,28 @@ def test_tokens_that_the_policy_lacks_count_among_the_others():
     assert read_top_tokens(everything, count=2, vocab_size=2)[1][0, -1] == -np.inf
     nearly = read_top_tokens([[(-1e-9, 1, None)]], count=1, vocab_size=9)[1]
     np.testing.assert_allclose(np.exp(nearly[0, -1]), 1e-7, rtol=1e-6)  # not -inf, which would not count
+
+
+@pytest.mark.parametrize("ids", [(3, 7, 3), (3, -7, 2)])
+def test_a_likeliest_token_that_comes_twice_or_is_none_is_refused(ids: tuple[int, ...]):
+    good = [(-1.0, token, None) for token in (3, 7, 2)]
+    tops = [good, [(-2.0, token, None) for token in ids]]
+    with pytest.raises(
+        EngineError, match=rf"some come twice or are negative: \[{ids[0]}, {ids[1]}, {ids[2]}\]"
+    ):
+        read_top_tokens(tops, count=3, vocab_size=10)
+
+
+def test_a_teacher_that_answers_0_for_any_token_is_refused():
+    def raw(*told: int) -> bytes:
+        return json.dumps(
+            {"meta_info": {"input_token_logprobs": [(-1.0, one, None) for one in told]}}
+        ).encode()
+
+    entries, _ = read_entries(raw(3, 0, 7, 0), [3, 57, 7, 57], with_tops=False)  # 57 is the last of 58
+    assert len(entries) == 4
+    with pytest.raises(EngineError, match="of other tokens than those sent: 0 instead of 3"):
+        read_entries(raw(0, 0, 0), [3, 57, 7], with_tops=False)
 
 
 def test_tokens_of_another_distribution_are_refused():

@@ -17,7 +17,7 @@ from bus.config import MOST_KEPT
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import shown_tokens
 from bus.kept_sets import KeptSets
-from bus.trajectory import FinishReason
+from bus.trajectory import LARGEST_LOGPROB, FinishReason
 
 SETS, LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 """What an answer calls the kept ids of each token, and its log-prob among them."""
@@ -59,7 +59,8 @@ def read_kept(
         logprobs: [N] nats, of the whole vocabulary.
         request: it names the tokens in errors.
 
-    Raises `EngineError` for sets that are missing, or lack their tokens."""
+    Raises `EngineError` for sets that are missing, lack their tokens or have negative ones, and for log-probs
+    that are none."""
     if not len(tokens):
         return [], logprobs
     sets, selected = (list(meta.get(name) or ())[-len(tokens) :] for name in (SETS, LOGPROBS))
@@ -72,10 +73,11 @@ def read_kept(
     found: Sets = []
     within = logprobs.copy()
     for n, (ids, logprob) in enumerate(zip(_arrays(sets), selected, strict=True)):
-        if tokens[n] not in ids or logprob is None or not np.isfinite(logprob):
+        is_logprob = logprob is not None and -np.inf < logprob <= LARGEST_LOGPROB
+        if tokens[n] not in ids or ids[0] < 0 or not is_logprob:
             raise EngineError(
                 f"request {request.request_id}: token {n} of {len(tokens)}, {tokens[n]}, has the log-prob "
-                f"{logprob} among {len(ids)} kept tokens: are the weights finite?"
+                f"{logprob} among {len(ids)} kept tokens {ids[:3].tolist()}...: are the weights finite?"
             )
         recorded = len(ids) <= MOST_KEPT
         found.append(ids if recorded else ids[:0])
@@ -169,11 +171,11 @@ def read_logprobs(
     if len(pairs) != len(tokens):
         raise EngineError(f"{_name(request)}: {len(tokens)} tokens came with {len(pairs)} log-probs")
     logprobs = np.array([pair[0] for pair in pairs], np.float32)  # JSON has null for NaN: NaN here again
-    wrong = np.flatnonzero(~np.isfinite(logprobs))
+    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)))
     if len(wrong):
         raise EngineError(
             f"{_name(request)}: the log-prob of token {wrong[0]} of {len(tokens)} is {logprobs[wrong[0]]}: "
-            "are the weights finite?"
+            "are the weights finite, and is the server's precision wide enough?"
         )
     told = [pair[1] for pair in pairs]
     if told != tokens.tolist():
@@ -193,8 +195,9 @@ def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) 
     if request.images and len(pairs) == len(asked):
         text = ~shown_tokens(len(request.token_ids), request.images)[1:]
         asked, pairs = asked[text], [pair for pair, kept in zip(pairs, text, strict=True) if kept]
+    highest = max(request.token_ids)
     for pair, token in zip(pairs, asked.tolist(), strict=False):  # `read_logprobs` counts them
-        if pair[1] == 0:  # SGLang writes 0 for the last id of its vocabulary
+        if pair[1] == 0 and token == highest:  # SGLang writes 0 for the last id of its vocabulary
             pair[1] = token
     return cast(list[float], read_logprobs(pairs, asked, request).tolist())
 

@@ -62,6 +62,8 @@ def test_a_set_that_ties_make_too_large_is_not_recorded_and_its_token_has_the_lo
         ({"output_token_sampling_mask": [[9, 5], [6]]}, "3 tokens came with 2 sets"),
         ({"output_token_sampling_mask": [[9, 5], [8], [7]]}, "token 1 of 3, 6, has the log-prob"),
         ({"output_token_sampling_logprobs": [-0.25, None, -1.5]}, "log-prob None among 1 kept"),
+        ({"output_token_sampling_logprobs": [-0.25, 0.5, -1.5]}, "log-prob 0.5 among 1 kept"),
+        ({"output_token_sampling_mask": [[5, 9], [6, -1], [7, 30, 5]]}, r"among 2 kept tokens \[-1, 6\]"),
     ],
 )
 def test_sets_that_cannot_be_are_an_error(told, says):

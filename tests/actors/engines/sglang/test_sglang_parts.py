@@ -88,6 +88,13 @@ def test_log_probs_of_a_prompt_are_read_though_the_last_id_of_the_vocabulary_com
     assert read_prompt_logprobs(answered, request("r", [3, 7, 57])) == [-0.5, -1.5]
     with pytest.raises(EngineError, match="token 0 of 2 is 8, and the log-prob is of 7"):
         read_prompt_logprobs(answered, request("r", [3, 8, 57]))
+    for places in ((1,), (1, 2)):
+        zeros = [[0.0, 0, None] if n in places else pair for n, pair in enumerate(pairs)]
+        with pytest.raises(EngineError, match="token 0 of 2 is 7, and the log-prob is of 0"):
+            read_prompt_logprobs({"meta_info": {"input_token_logprobs": zeros}}, request("r", [3, 7, 57]))
+    above = [[None, 3, None], [0.5, 7, None]]
+    with pytest.raises(EngineError, match=r"log-prob of token 0 of 1 is 0\.5"):
+        read_prompt_logprobs({"meta_info": {"input_token_logprobs": above}}, request("r", [3, 7]))
     with pytest.raises(EngineError, match="1 tokens came with 2 log-probs"):
         read_prompt_logprobs(answered, request("r", [3, 7]))
 
