@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.off_policy.cell_run import base_settings, digest, make_model, run_cell, settings_of
+import structlog
+
+from benchmarks.off_policy.cell_run import base_settings, digest, is_made, make_model, run_cell, settings_of
 from benchmarks.off_policy.cells import Cell
 from benchmarks.off_policy.outcome import Outcome
 from benchmarks.off_policy.plot import draw_curves, draw_staleness
@@ -22,6 +24,7 @@ from bus.codec import Json
 from launch.settings.run_config import Layer
 from storage.disk.atomic_files import make_directory, write_file
 
+log = structlog.get_logger()
 MODEL = "model"
 Kind = Literal["staleness", "reuse"]
 TABLES: dict[Kind, Callable[[Sequence[Outcome]], str]] = {"staleness": staleness_tables, "reuse": reuse_table}
@@ -30,8 +33,9 @@ TABLES: dict[Kind, Callable[[Sequence[Outcome]], str]] = {"staleness": staleness
 async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, kind: Kind, steps: int) -> dict[str, Json]:
     """Measure the cells that are missing, as far as the time reaches, and report on all that are there.
 
-    Outcomes of other settings are left out. Raises `ConfigError` for settings that do not fit, and
-    `SluiceError` when the common initial model cannot be made."""
+    Outcomes of other settings are left out, if the initial model is there, by which they are told. Raises
+    `ConfigError` for settings that do not fit, and `SluiceError` when the common initial model cannot be
+    made."""
     call, model = Call(plan, Outcome.of_json), (plan.directory / MODEL).absolute()
     base = base_settings(plan.given, model, steps=steps)
     for cell in plan.cells:
@@ -40,9 +44,16 @@ async def measure_cells(plan: Plan[Cell], stop: asyncio.Event, *, kind: Kind, st
         before, left_s = _cpu_s(), call.schedule.left_s()
         if call.missing and left_s > 0:
             await make_model(model, plan.given, Path(scratch), stop, limit_s=min(plan.cell_s, left_s))
+        if is_made(model):
             settings = digest(base, model)
             call.results.leave_out_others(lambda _: settings)
             await call.measure(partial(_run, base, Path(scratch), stop, settings), stop)
+        elif call.found:
+            log.warning(
+                "outcomes_not_compared", file=str(plan.outcomes), lacks=str(model),
+                remedy="they may be of other settings: bring the model that they began from, or give another "
+                "--directory to measure them all",
+            )  # fmt: skip
         spent = _cpu_s() - before
     if call.found:
         await asyncio.to_thread(write_report, kind, call.found, plan.directory)

@@ -75,13 +75,18 @@ def digest(base: Layer, model: Path) -> str:
     return found.hexdigest()
 
 
+def is_made(model: Path) -> bool:
+    """Return whether the model is there from which all cells begin."""
+    return (model / "config.json").exists()
+
+
 async def make_model(
     model: Path, given: Layer, scratch: Path, stop: asyncio.Event, *, limit_s: float
 ) -> None:
     """Warm the demo's model up and keep it as `model`, unless it is there.
 
     Raises `SluiceError` when that fails, takes longer than `limit_s`, or on `stop`."""
-    if (model / "config.json").exists():
+    if is_made(model):
         return
     variables: Layer = {"supervision": {"environment": dict.fromkeys(PARTS, ONE_THREAD)}}
     own = {key: given[key] for key in OF_MODEL if key in given}

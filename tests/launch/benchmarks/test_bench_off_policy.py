@@ -436,6 +436,8 @@ async def test_a_later_call_measures_only_what_is_missing(tmp_path: Path, monkey
 
     async def make_model(*_, **__) -> None: ...
 
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
     for name, fake in (("run_cell", run_cell), ("make_model", make_model), ("digest", lambda *_: "s")):
         monkeypatch.setattr(f"benchmarks.off_policy.bench.{name}", fake)
     plan = Plan(cells(3), tmp_path, tmp_path / "cells.jsonl", {}, parallel=1, cell_s=9.0)
@@ -444,6 +446,33 @@ async def test_a_later_call_measures_only_what_is_missing(tmp_path: Path, monkey
     assert none["left"] == [cell.name for cell in cells(3)[1:]]
     found = await measure(plan, asyncio.Event())
     assert (measured, found["measured_now"], found["cells"], found["left"]) == ([1, 2], 2, 3, [])
+
+
+async def test_cells_that_all_have_rows_of_other_settings_are_measured_or_said_to_be_uncompared(
+    tmp_path, monkeypatch
+):
+    Results(tmp_path / "cells.jsonl", Outcome.of_json).add(replace(outcome(), settings="of before"))
+    measured = []
+
+    async def run_cell(cell, base, scratch, stop, *, settings, limit_s):
+        measured.append(settings)
+        return replace(outcome(), settings=settings)
+
+    monkeypatch.setattr("benchmarks.off_policy.bench.run_cell", run_cell)
+    plan = Plan(cells(1), tmp_path, tmp_path / "cells.jsonl", {}, parallel=1, cell_s=9.0)
+    measure = partial(measure_cells, plan, kind="reuse", steps=5)
+    with capture_logs() as said:
+        found = await measure(asyncio.Event())
+    assert [(line["event"], line["lacks"]) for line in said] == [
+        ("outcomes_not_compared", str(tmp_path / "model"))
+    ]
+    assert (measured, found["of_other_settings"]) == ([], [])
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+    found = await measure(asyncio.Event())
+    assert (len(measured), found["measured_now"], len(found["of_other_settings"])) == (1, 1, 1)
+    assert (await measure(asyncio.Event()))["measured_now"] == 0
 
 
 def test_a_run_uses_one_thread_and_no_gpu(tmp_path):
