@@ -23,12 +23,6 @@ class GroupUse:
     """The group's weight in each step that trained on it, ascending."""
 
 
-def states_of(ledger: Path) -> dict[int, tuple[str, int]]:
-    """Return, by lease, its state and the learner's version when it was issued. Raises `ConfigError`."""
-    rows = _rows(ledger, "SELECT lease_id, state, policy_version FROM leases")
-    return {lease_id: (state, version) for lease_id, state, version in rows}
-
-
 def reasons_of(ledger: Path) -> dict[int, str]:
     """Return why leases were rejected, by lease. Raises `ConfigError`."""
     rows = _rows(ledger, "SELECT lease_id, reason FROM leases WHERE state = 'rejected'")

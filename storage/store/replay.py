@@ -302,10 +302,6 @@ class ReplayStore:
         with self._held.mutex:
             return [self._held.layout.place_of(row) for row in rows]
 
-    def rows_of(self, lease_id: int) -> list[int]:
-        """Return where a complete group is, by sample. Raises `StorageError` for any other."""
-        return self._held.rows([lease_id])
-
     def trajectories_of(self, lease_id: int) -> list[Trajectory]:
         """Return what is stored of a group, complete or not, by sample; some rewards may be due."""
         return self._read(lambda: self._held.stored(lease_id))

@@ -9,9 +9,9 @@ from benchmarks.overlap_record import Heard, Turn
 from bus.codec import Json
 from bus.errors import SluiceError
 from launch.settings.run_config import RunConfig
+from soak.lease_states import states_of
 from soak.trajectory_account import account
 from storage.disk.run_directory import RunDirectory
-from storage.ledger.ledger_reader import states_of
 from storage.metrics.records import number
 
 MODES = ("async", "sync")

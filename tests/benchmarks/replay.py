@@ -209,7 +209,7 @@ def _opened(directory: Path) -> Figures:
     rng = np.random.default_rng(2)
     began = time.perf_counter()
     for _ in range(10_000):
-        store.rows_of(store.completed[rng.integers(len(store.completed))])
+        store.locate([store.completed[rng.integers(len(store.completed))]])
     choosing = (time.perf_counter() - began) / 10_000
     store.close()
     (directory / INDEX_FILE).unlink()

@@ -19,13 +19,14 @@ from bus.errors import SluiceError
 from bus.topology import ACK_WAIT_S
 from bus.waiting import set_within
 from learner.progress import lineage
+from soak.lease_states import states_of
 from soak.local_run import LocalRun
 from soak.paced_lengths import LONGEST
 from soak.soak import RUN, SETTINGS, START_TIMEOUT_S, accounted, wait_for_a_step
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import ATTEMPTS
-from storage.ledger.ledger_reader import facts_of, states_of
+from storage.ledger.ledger_reader import facts_of
 
 log = structlog.get_logger()
 ACTORS = "actors"

@@ -14,9 +14,9 @@ from bus.errors import StorageError
 from bus.trajectory import Trajectory
 from launch.verify.comparison import status_of
 from learner.progress import lineage
+from soak.lease_states import states_of
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
-from storage.ledger.ledger_reader import states_of
 from storage.store.replay import ReplayStore
 from storage.store.segments import Segment
 

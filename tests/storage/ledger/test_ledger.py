@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from bus.errors import ConfigError, FencedError, LostDataError, StorageError
 from bus.images import ImageCount
 from storage.ledger.ledger import Account, Ledger
-from storage.ledger.ledger_reader import states_of
+from storage.ledger.ledger_reader import use_of_leases
 from storage.ledger.sampling import Candidate
 from tests.storage.ledger.ledgers import on_disk
 from tests.storage.serving import refusing_disk
@@ -192,7 +192,11 @@ def test_a_commit_covers_its_own_step_and_those_before(tmp_path: Path):
             ledger.store(lease_id)
             ledger.lease(step, (lease_id,))
         ledger.commit(2)
-    assert [state for state, _ in states_of(path).values()] == ["committed", "committed", "leased"]
+    assert [use.state for use in use_of_leases(path, range(3)).values()] == [
+        "committed",
+        "committed",
+        "leased",
+    ]
 
 
 def test_groups_of_a_step_keep_their_order_through_a_restart(tmp_path: Path):
