@@ -11,7 +11,7 @@ from actors.episode_sandboxes.base import EpisodeSandbox, SandboxBackend
 from actors.episode_sandboxes.host_budget import HostBudget
 from actors.episodes.errors import ToolError
 from actors.episodes.task import Task
-from actors.settings.episode_sandboxes import PROFILE, HostSandboxes, SandboxLimits
+from actors.settings.episode_sandboxes import PROFILE, EpisodeSandboxes, HostSandboxes, SandboxLimits
 from bus.waiting import cancelled, retrieve_exception
 
 log = structlog.get_logger()
@@ -58,6 +58,7 @@ class SandboxPool:
     def wish_of(self, task: Task) -> tuple[str | None, SandboxLimits | None]:
         """Return image and limits of a task's sandbox, each None where they are the settings'. Raises
         ToolError for a profile that these do not have."""
+        assert isinstance(self._config, EpisodeSandboxes), "a server of sandboxes knows of no tasks"
         if problem := self._config.refused_profile(task.metadata):
             raise ToolError(f"task {task.task_id}: {problem}")
         image, profile = task.metadata.get("sandbox_image"), task.metadata.get(PROFILE)

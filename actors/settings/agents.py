@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from actors.settings.environment import EnvironmentSettings
-from actors.settings.episode_sandboxes import HostSandboxes, NamespaceSandboxes, ProgramSandboxes
+from actors.settings.episode_sandboxes import EpisodeSandboxes, NamespaceSandboxes, ProgramSandboxes
 from actors.settings.gateway import GatewayConfig
 from actors.settings.rewards import Finite, RewardConfig
 from bus.config import Config
@@ -156,7 +156,7 @@ class AgentConfig(AgentTaskConfig):
         return with_own_python(shlex.split(self.verifier or ""))
 
     @property
-    def sandboxes(self) -> HostSandboxes | None:
+    def sandboxes(self) -> EpisodeSandboxes | None:
         return self.sandbox
 
     @property

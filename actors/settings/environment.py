@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar
 
-from actors.settings.episode_sandboxes import HostSandboxes
+from actors.settings.episode_sandboxes import EpisodeSandboxes
 from actors.settings.gateway import GatewayConfig
 from bus.config import Config
 
@@ -45,7 +45,7 @@ class EnvironmentSettings(Config):
         return None
 
     @property
-    def sandboxes(self) -> HostSandboxes | None:
+    def sandboxes(self) -> EpisodeSandboxes | None:
         """Return the settings of its episodes' sandboxes; None where episodes have none."""
         return None
 

@@ -192,9 +192,6 @@ class SandboxProfile(Config):
 class HostSandboxes(SandboxLimits):
     """What sandboxes may use, each and together."""
 
-    profiles: dict[str, SandboxProfile] = Field(default_factory=dict)
-    """Further images and limits by name, for prompts whose metadata `sandbox_profile` names one."""
-
     host_budget: HostBudgetConfig = HostBudgetConfig()
     """What the sandboxes of all actors of this host may use together."""
     warm: int = Field(0, ge=0)
@@ -212,8 +209,7 @@ class HostSandboxes(SandboxLimits):
 
     @model_validator(mode="after")
     def _one_finds_room(self) -> Self:
-        for profile in (None, *self.profiles):
-            limits, whose = self.limits(profile), f" with profile {profile!r}" if profile else ""
+        for whose, limits in self.all_limits.items():
             for name in ("memory_mb", "disk_mb", "cpus"):
                 each, together = getattr(limits, name), getattr(self.host_budget, name)
                 if together is not None and each > together:
@@ -222,6 +218,18 @@ class HostSandboxes(SandboxLimits):
                         "would ever start"
                     )
         return self
+
+    @property
+    def all_limits(self) -> dict[str, SandboxLimits]:
+        """Return the limits that sandboxes may have, each by words for whose sandbox it is."""
+        return {"": self}
+
+
+class EpisodeSandboxes(HostSandboxes):
+    """Sandboxes of episodes, whose prompts may name a profile."""
+
+    profiles: dict[str, SandboxProfile] = Field(default_factory=dict)
+    """Further images and limits by name, for prompts whose metadata `sandbox_profile` names one."""
 
     @model_validator(mode="after")
     def _backend_has_images(self) -> Self:
@@ -232,10 +240,14 @@ class HostSandboxes(SandboxLimits):
             )
         return self
 
-    def limits(self, profile: str | None) -> SandboxLimits:
-        """Return what a sandbox may use whose prompt names this profile, or none."""
+    @property
+    def all_limits(self) -> dict[str, SandboxLimits]:
+        return {"": self, **{f" with profile {name!r}": self.limits(name) for name in self.profiles}}
+
+    def limits(self, profile: str) -> SandboxLimits:
+        """Return what a sandbox may use whose prompt names this profile."""
         usual = {name: getattr(self, name) for name in SandboxLimits.model_fields}
-        own = self.profiles[profile].model_dump(exclude={"image"}, exclude_none=True) if profile else {}
+        own = self.profiles[profile].model_dump(exclude={"image"}, exclude_none=True)
         return SandboxLimits.model_validate(usual | own)
 
     def refused_profile(self, metadata: Mapping[str, object]) -> str | None:
@@ -251,14 +263,7 @@ class HostSandboxes(SandboxLimits):
         )
 
 
-class PoolConfig(HostSandboxes):
-    """How many sandboxes an actor has, and what they may use."""
-
-    at_once: int = Field(32, ge=1)
-    """Most sandboxes of this actor at a time; further episodes wait for one."""
-
-
-class ProgramSandboxes(HostSandboxes):
+class ProgramSandboxes(EpisodeSandboxes):
     """Sandboxes in which the programs of agents run, one in each. An image of Docker needs `python3`, which
     brings requests to the gateway."""
 
@@ -267,9 +272,11 @@ class ProgramSandboxes(HostSandboxes):
     of the tool `sandbox` does. It may take `reward_timeout_s`."""
 
 
-class SandboxServerConfig(PoolConfig):
+class SandboxServerConfig(HostSandboxes):
     """Server of sandboxes for actors on other hosts."""
 
+    at_once: int = Field(32, ge=1)
+    """Most sandboxes that are lent at a time; actors wait for further ones."""
     host: str = "127.0.0.1"
     """Address to listen at. Requests are not encrypted: beyond this host have a proxy do that."""
     port: int = Field(8900, ge=0, le=65535)

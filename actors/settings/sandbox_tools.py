@@ -4,17 +4,19 @@ from typing import Literal
 
 from pydantic import Field
 
-from actors.settings.episode_sandboxes import NamespaceSandboxes, PoolConfig
+from actors.settings.episode_sandboxes import EpisodeSandboxes, NamespaceSandboxes
 
 TOOLS = {"shell": ("shell",), "python": ("python",), "files": ("read_file", "write_file", "edit_file")}
 """Names of the tools by what offers them."""
 
 
-class SandboxToolConfig(PoolConfig):
+class SandboxToolConfig(EpisodeSandboxes):
     """Tools in a sandbox that each episode has for itself: a shell, files and a Python session."""
 
     type: Literal["sandbox"] = "sandbox"
     """Name of the tool's kind."""
+    at_once: int = Field(32, ge=1)
+    """Most sandboxes of this actor at a time; further episodes wait for one."""
     offers: tuple[Literal["shell", "python", "files"], ...] = Field(
         ("shell", "python", "files"), min_length=1
     )

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from actors.settings.environment import EnvironmentSettings
-from actors.settings.episode_sandboxes import HostSandboxes
+from actors.settings.episode_sandboxes import EpisodeSandboxes
 from actors.settings.rewards import RewardConfig
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tools import McpConfig, PluginToolConfig, SearchConfig, ToolConfig
@@ -76,7 +76,7 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
         return None if shows_late else self._names
 
     @property
-    def sandboxes(self) -> HostSandboxes | None:
+    def sandboxes(self) -> EpisodeSandboxes | None:
         return next((tool for tool in self.tools if isinstance(tool, SandboxToolConfig)), None)
 
     @property

@@ -160,3 +160,5 @@ async def test_wrong_requests_are_refused_and_named(monkeypatch):
         SandboxServer(SandboxServerConfig())
     with pytest.raises(ValueError, match=r"backend\.type=http: .* give actors that server.s url"):
         SandboxServerConfig(backend=RemoteSandboxes(url="http://far:1"))
+    with pytest.raises(ValueError, match="profiles"):  # images and limits come with each request
+        SandboxServerConfig(profiles={"big": {"memory_mb": 2048}})

@@ -235,7 +235,7 @@ def test_a_start_refuses_profiles_that_there_are_not_or_that_no_sandbox_can_have
     actors = ActorsConfig.model_validate({"environment": {"type": "tools", "tools": [tool]}})
     [sandbox] = actors.environment.tools
     assert sandbox.limits("big") == SandboxLimits(memory_mb=2048)
-    assert sandbox.limits(None) == SandboxLimits(memory_mb=512)
+    assert sandbox.all_limits[""] is sandbox
     named = [Prompt(content="x", label="y", metadata={"sandbox_profile": n}) for n in ("big", None, "bg")]
     refuse_unknown_choices(named[:2], actors, where="p")
     with pytest.raises(ConfigError, match=r"p, prompt 3: .*'bg': did you mean 'big'\? there are big; define"):
