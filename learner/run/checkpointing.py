@@ -19,6 +19,10 @@ from storage.settings.evaluation import ALWAYS, HELD_OUT
 
 log = structlog.get_logger()
 WRITTEN_POLL_S = 0.05
+LOST_REMEDY = (
+    "mend what `reason` says; the steps since the checkpoint before are trained again, and fewer with a "
+    "smaller learner.checkpoint.save_every"
+)
 
 
 class Checkpointing:
@@ -91,7 +95,7 @@ class Checkpointing:
             else:
                 log.info("checkpoint_rescued", step=step)
                 return
-        log.warning("checkpoint_lost", step=step, reason=lost, remedy="going on from an older one")
+        log.warning("checkpoint_lost", step=step, reason=lost, remedy=LOST_REMEDY)
 
     async def _named(self, progress: dict[str, Any]) -> None:
         """Wait until every rank has written its files, and give the checkpoint its name."""

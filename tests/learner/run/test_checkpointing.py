@@ -164,6 +164,7 @@ async def test_a_checkpoint_under_way_when_the_learner_fails_is_named_or_said_to
     named = reason is None
     assert (line["event"], line["step"]) == ("checkpoint_rescued" if named else "checkpoint_lost", 2)
     assert line.get("reason") == reason
+    assert named or "smaller learner.checkpoint.save_every" in line["remedy"]
     assert [name for name, _ in world.calls] == ["save", "saved"][: 1 + named]
     assert settings.progress.exists() == named
     assert told == []  # by the next learner: the bus may be what failed
