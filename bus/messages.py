@@ -419,6 +419,8 @@ class RunRecord(Message, tag="run"):
     name: str
     config_json: str
     """The resolved configuration."""
+    announced_by: str = ""
+    """Incarnation of the dispatcher that announced it: as long as that one lives, it stands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

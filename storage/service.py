@@ -99,16 +99,18 @@ class StorageSettings:
 
 
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
-    prompts = await asyncio.to_thread(
-        read_prompts, settings.data, settings.run, settings.seed, settings.evaluation_sets,
-        trained_on=settings.rolls_out,
-    )  # fmt: skip
-    largest = bus.client.max_payload
-    await asyncio.to_thread(refuse_large, prompts.training, prompts.source, largest_message=largest)
-    if settings.replay.numbers_here:
-        await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()
-    async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
+    incarnation = secrets.token_hex(4)
+    # First of all: nobody joins any more by what an earlier dispatcher has announced.
+    async with hold_role(bus, "dispatcher", incarnation) as renewing, AsyncExitStack() as opened:
+        prompts = await asyncio.to_thread(
+            read_prompts, settings.data, settings.run, settings.seed, settings.evaluation_sets,
+            trained_on=settings.rolls_out,
+        )  # fmt: skip
+        largest = bus.client.max_payload
+        await asyncio.to_thread(refuse_large, prompts.training, prompts.source, largest_message=largest)
+        if settings.replay.numbers_here:
+            await Retention.of_shard(settings.replay, settings.run.name).check()
         opening = asyncio.to_thread(Ledger.open, settings.run.ledger)  # a large ledger takes its time
         ledger = opened.enter_context(closing(await opening))
         if settings.model is not None:
@@ -138,7 +140,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
         owned = _Owned(records, HeldoutBlobs(bus, records))
-        await _announce(owned, settings, prompts)
+        await _announce(owned, settings, prompts, incarnation)
         service = _Service(bus, settings, sets, ledger, held, measured=prompts.measured, owned=owned)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
@@ -176,13 +178,14 @@ class _Owned:
     heldout: HeldoutBlobs
 
 
-async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts) -> None:
+async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts, incarnation: str) -> None:
     if prompts.heldout and settings.measures:
         await owned.heldout.put(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
     for name, found in prompts.sets.items():
         await owned.heldout.put(found, f"evaluation.sets {name!r}", name)
     write_json(settings.run.config, json.loads(settings.config_json))
-    await owned.records.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
+    record = RunRecord(name=settings.run.name, config_json=settings.config_json, announced_by=incarnation)
+    await owned.records.put("run", record)
 
 
 class _Service:

@@ -67,6 +67,22 @@ async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
     return revision_now
 
 
+async def living_holder(bus: Bus, role: str) -> RoleHolder | None:
+    """Return who holds a role and is seen to live: on this host, or as it renews the role. None after
+    `EXPIRE_S` in which nobody did."""
+    key, seen, deadline = f"role.{role}", 0, time.monotonic() + EXPIRE_S
+    while (found := await bus.get(key, RoleHolder)) is not None:
+        holder, revision = found
+        lives = lives_here(holder)
+        if lives or (lives is None and revision > seen > 0):
+            return holder
+        if lives is False or time.monotonic() > deadline:
+            break
+        seen = revision
+        await asyncio.sleep(RENEW_S / 4)
+    return None
+
+
 async def _renew(bus: Bus, key: str, role: str, me: RoleHolder, revision: int) -> None:
     while True:
         await asyncio.sleep(RENEW_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,15 +13,19 @@ import structlog
 from bus.config import without_credentials
 from bus.connection.bus import Bus
 from bus.connection.process_state import ProcessState
+from bus.connection.roles import living_holder
+from bus.errors import BusAwayError
 from bus.messages import RunRecord
 from bus.waiting import cancelled, ended_before
 from launch.process.health_server import monitored
 from launch.process.ranks import serves_probes
 from launch.process.record_trust import restrict_to_own, unsigned_remark
-from launch.process.settings_revision import follow_settings, revision_of
+from launch.process.settings_revision import READ_BY, follow_settings, revision_of
 from launch.settings.run_config import MonitoringConfig, ProcessConfig, RunConfig, resolve
 
 log = structlog.get_logger()
+LOOK_S = 0.2
+"""Time between two looks whether storage has announced the run."""
 
 
 @asynccontextmanager
@@ -61,14 +66,7 @@ async def joined(
     bus: Bus, where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event
 ) -> RunConfig | None:
     """Return the run's configuration from the bus with this process's settings over it; None on `stop`."""
-    waiting = asyncio.create_task(
-        bus.wait_for(
-            "run",
-            RunRecord,
-            timeout_s=where.bus.join_timeout_s,
-            hint=f"is `launch storage --run {where.run}` running on this bus?",
-        )
-    )
+    waiting = asyncio.create_task(_announced(bus, where))
     if not await ended_before(stop, waiting):
         waiting.cancel()
         return None
@@ -90,3 +88,30 @@ async def joined(
     following = follow_settings(bus, bus.state.role, config, resolved)
     bus.state.following = asyncio.create_task(following, name="follow the run's settings")
     return config
+
+
+async def _announced(bus: Bus, where: RunConfig) -> RunRecord:
+    """Return the record of the run, for a process that goes on by its settings once storage that lives has
+    announced it: the bus keeps what an earlier storage announced, and the next may announce other settings.
+    Without storage for `join_timeout_s` it is taken as it is."""
+    hint = f"is `launch storage --run {where.run}` running on this bus?"
+    deadline = time.monotonic() + where.bus.join_timeout_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        record = await bus.wait_for("run", RunRecord, timeout_s=left_s, hint=hint)
+        if bus.state.role not in READ_BY or not record.announced_by:  # the latter of an earlier build
+            return record
+        holder = await living_holder(bus, "dispatcher")
+        if holder is not None and holder.incarnation == record.announced_by:
+            return record
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(LOOK_S)
+    if holder is not None:
+        raise BusAwayError(
+            f"run {where.run!r}: waited {where.bus.join_timeout_s:g} s for the settings that storage on "
+            f"{holder.host} is to announce; it opens its prompts, ledger and shards: see its log, or raise "
+            "bus.join_timeout_s"
+        )
+    log.warning("joined_without_storage", run=where.run, waited_s=where.bus.join_timeout_s, hint=hint)
+    return record

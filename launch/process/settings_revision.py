@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from bus.connection.bus import Bus
+from bus.connection.roles import living_holder
 from bus.connection.status import PERIOD_S as STATUS_PERIOD_S
 from bus.errors import BusError, ConfigError, SchemaError
 from bus.messages import RunRecord, Status
@@ -69,6 +70,8 @@ async def refuse_unapplied(bus: Bus, config: RunConfig) -> None:
     await asyncio.sleep(LISTENING_PERIODS * STATUS_PERIOD_S * bus.slower)
     for one in hearing:
         await one.unsubscribe()
+    if "learner" not in alive and (holder := await living_holder(bus, "learner")) is not None:
+        alive["learner"] = f"the learner (process {holder.pid} on {holder.host})"  # it builds its model
     for role, source in alive.items():
         if settings := changed[role]:
             raise ConfigError(

@@ -72,6 +72,8 @@ async def announced(bus: Bus, settings: StorageSettings) -> None:
     async with storage(bus, settings):
         await bus.wait_for("run", RunRecord, timeout_s=60, hint="storage starts")
         assert json.loads(settings.run.config.read_text()) == json.loads(settings.config_json)
+        record, holder = await bus.get("run", RunRecord), await bus.get("role.dispatcher", RoleHolder)
+        assert record[0].announced_by == holder[0].incarnation
     await bus.delete("run")
 
 
@@ -101,6 +103,25 @@ async def test_nobody_joins_by_settings_of_an_earlier_launch(
         await run_storage(bus, settings, asyncio.Event())
     assert (await bus.get("run", RunRecord) is not None) == stays
     assert not settings.run.config.exists()  # it says what was announced
+
+
+async def test_storage_is_the_dispatcher_before_it_reads_its_prompts(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever joins is to see meanwhile that what the bus keeps was announced by another."""
+    loop = asyncio.get_running_loop()
+    held: list[object] = []
+
+    def read(*_: object, **__: object) -> None:
+        looking = asyncio.run_coroutine_threadsafe(bus.get("role.dispatcher", RoleHolder), loop)
+        held.append(looking.result(timeout=60))
+        raise ConfigError("no such prompts")
+
+    monkeypatch.setattr("storage.service.read_prompts", read)
+    with pytest.raises(ConfigError, match="no such prompts"):
+        await run_storage(bus, make_settings(tmp_path, "sort 21"), asyncio.Event())
+    assert held != [None]
+    assert await bus.get("role.dispatcher", RoleHolder) is None
 
 
 async def test_the_role_is_renewed_while_a_large_ledger_is_opened(bus: Bus, tmp_path: Path, monkeypatch):

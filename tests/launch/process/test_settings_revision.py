@@ -2,15 +2,16 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from bus.connection import status
+from bus.connection import roles, status
 from bus.connection.bus import Bus
 from bus.connection.status import Activity, report_status
-from bus.errors import ConfigError, leaves
+from bus.errors import BusAwayError, ConfigError, leaves
 from bus.messages import RunRecord, Status
 from launch.process import settings_revision
 from launch.process.run_connection import connected, joined
@@ -80,6 +81,43 @@ async def test_settings_that_storage_alone_has_taken_are_named_by_who_goes_on_wi
 
 
 @pytest.mark.nats
+@pytest.mark.parametrize("is_here", [True, False])
+async def test_a_process_started_beside_storage_joins_by_what_that_announces(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, is_here: bool
+):
+    monkeypatch.setattr(roles, "RENEW_S", 0.05)
+    if not is_here:
+        monkeypatch.setattr(roles, "pids_of", lambda: "")
+    where = RunConfig(run="test", bus=validate({"bus": {"url": bus.client.connected_url.geturl()}}).bus)
+    await bus.put("run", replace(record(lr=1e-4), announced_by="earlier"))
+    async with connected(where, "learner", asyncio.Event()) as own:
+        joining = asyncio.create_task(joined(own, where, {}, asyncio.Event()))
+        async with roles.hold_role(bus, "dispatcher", "now"):
+            await asyncio.wait({joining}, timeout=0.3)  # storage opens its prompts meanwhile
+            await bus.put("run", replace(record(lr=5e-4), announced_by="now"))
+            assert (await asyncio.wait_for(joining, 60)).learner.optimizer.lr == 5e-4
+
+
+@pytest.mark.nats
+async def test_without_storage_a_process_joins_by_what_the_bus_keeps_in_the_end(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(roles, "EXPIRE_S", 0.1)
+    given = {"url": bus.client.connected_url.geturl(), "join_timeout_s": 0.5}
+    where = RunConfig(run="test", bus=validate({"bus": given}).bus)
+    await bus.put("run", replace(record(lr=1e-4), announced_by="earlier"))
+    with capture_logs() as said:
+        async with connected(where, "learner", asyncio.Event()) as own:
+            assert (await joined(own, where, {}, asyncio.Event())).learner.optimizer.lr == 1e-4
+        async with connected(where, "watch", asyncio.Event()) as own:  # a screen changes nothing
+            assert await joined(own, where, {}, asyncio.Event()) is not None
+    assert [line["event"] for line in said].count("joined_without_storage") == 1
+    async with roles.hold_role(bus, "dispatcher", "now"), connected(where, "learner", asyncio.Event()) as own:
+        with pytest.raises(BusAwayError, match=r"waited 0\.5 s for the settings that storage on"):
+            await joined(own, where, {}, asyncio.Event())
+
+
+@pytest.mark.nats
 async def test_storage_is_refused_with_settings_by_which_a_living_process_would_not_go_on(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -112,6 +150,10 @@ async def test_storage_is_refused_with_settings_by_which_a_living_process_would_
         stop.set()
         await reporting
         await refuse_unapplied(bus, learners)
+        async with roles.hold_role(own, "learner", "builds its model, and says nothing yet"):
+            await refuse_unapplied(bus, actors)
+            with pytest.raises(ConfigError, match=r"^the learner \(process \d+ on .*\) is alive and would"):
+                await refuse_unapplied(bus, other)
         for role, refused in (
             ("learner", {"learner": {"optimizer": {"lr": 5e-4}}}), ("shards", {"replay": {"linger_s": 9.0}})
         ):  # fmt: skip
