@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import nats.errors
@@ -66,11 +66,14 @@ async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Even
     run = RunDirectory(where.directory, where.run)
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": CONNECT_S})
     async with AsyncExitStack() as stack:
-        bus = None
-        with suppress(SluiceError):
+        bus, silence = None, ""
+        try:
             connecting = Bus.connect(impatient, where.run, name="verify", stop=stop)
             bus = await stack.enter_async_context(connecting)
+        except SluiceError as error:  # it may be over with the run; or the credentials are wrong
+            silence = f"{NOT_ASKED}: {error}"
         found = await verified(run, lists, bus=bus)
+        found.bus_silence = silence or found.bus_silence
     return found.to_json() | {"run": where.run}
 
 

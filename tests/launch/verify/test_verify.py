@@ -148,6 +148,8 @@ async def test_a_key_that_may_not_read_trajectories_does_not_tell_what_the_bus_h
     assert nothing_to_ask["bus"] is True
     assert (watcher["bus"], operator["bus"]) == (False, True)
     assert "operator.creds" in screen(watcher)
+    monkeypatch.setattr("launch.verify.verify.CONNECT_S", 0.2)
+    assert "; the bus was not asked: " in screen(await told("operator"))  # it is gone, as is said
     assert (watcher["in_flight"], operator["lost"]) == (2, 2)
 
 
