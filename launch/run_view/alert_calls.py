@@ -138,6 +138,8 @@ class _HeldAlarms:
     def __init__(self, run: RunDirectory) -> None:
         self._file = run.alarms
         self._kept: dict[str, int] = {}
+        self._is_refused = False
+        """Whether the disk refused them at the last look."""
         try:
             self._kept = ALARMS.validate_json(self._file.read_bytes())
         except FileNotFoundError:
@@ -160,11 +162,14 @@ class _HeldAlarms:
         """Write which alarms hold, once they were told: one that is told twice harms less than none."""
         if self._latest == self._kept:
             return
-        self._kept = self._latest
         try:
             write_json(self._file, dict(self._latest))
-        except (OSError, StorageError) as error:  # tried again with the next step
-            log.warning("alarms_not_kept", file=str(self._file), reason=str(error))
+        except (OSError, StorageError) as error:  # tried again at the next look
+            if not self._is_refused:
+                log.warning("alarms_not_kept", file=str(self._file), reason=str(error))
+            self._is_refused = True
+        else:
+            self._kept, self._is_refused = self._latest, False
 
 
 async def _within_limit(what: str, call: Awaitable[str], state: str) -> None:

@@ -140,6 +140,22 @@ async def test_a_garbled_note_of_what_was_told_ends_nothing(tmp_path: Path, monk
     assert "alarms.json" in next(one["file"] for one in logged if one["event"] == "alarms_not_read")
 
 
+def test_alarms_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path: Path):
+    run = RunDirectory(tmp_path, "mine")
+    write_json(run.alarms, {"mismatch": 3})
+    alarms = alert_calls._HeldAlarms(run)
+    assert alarms.begun({"step": 4000, "alarms": {}}) == []  # it has ended
+    run.alarms.unlink()
+    run.alarms.mkdir()  # nothing can be written in its place
+    with capture_logs() as said:
+        alarms.keep()
+        alarms.keep()
+    assert [line["event"] for line in said] == ["alarms_not_kept"]
+    run.alarms.rmdir()
+    alarms.keep()
+    assert json.loads(run.alarms.read_text()) == {}
+
+
 @pytest.mark.nats
 async def test_alarms_of_a_learner_that_no_screen_shows_are_heard(tmp_path: Path, bus: Bus):
     stop = asyncio.Event()
