@@ -77,7 +77,7 @@ class Bus:
         """Signs and verifies records on a bus that lets in only who has credentials; None on another one."""
         self.topology = Topology(run, streams or StreamsConfig())
         domain = None if self.secured else domain  # the access leads to the streams, wherever they are
-        self.js = JetStream(client, timeout_s=10, domain=domain)
+        self.js = JetStream(client, domain=domain)
         self.js_api = "$JS.API" if domain is None else f"$JS.{domain}.API"
         """Prefix of the subjects on which JetStream hears requests."""
         self.not_storing: set[str] = set()

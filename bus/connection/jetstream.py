@@ -53,8 +53,8 @@ class JetStream(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
     Behind a leaf node's link, the bare subjects of keys of nats-py do not pass: they get the prefix of
     `domain`."""
 
-    def __init__(self, client: Client, *, timeout_s: float, domain: str | None) -> None:
-        super().__init__(client, timeout=timeout_s, **({} if domain is None else {"domain": domain}))
+    def __init__(self, client: Client, *, domain: str | None) -> None:
+        super().__init__(client, timeout=10, **({} if domain is None else {"domain": domain}))
         self._other_domain = domain is not None
 
     async def add_stream(self, *arguments: Any, **options: Any) -> Any:

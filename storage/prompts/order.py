@@ -3,7 +3,7 @@ exact fractions, and over the data sets of a run."""
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -136,8 +136,8 @@ def _source_order(name: str, count: int, seed: int, shuffle: bool) -> PromptOrde
 class PickedOrder:
     """The sequence of prompts that somebody picked so far."""
 
-    def __init__(self, picked: Iterable[int] = ()) -> None:
-        self.picked = array("q", picked)
+    def __init__(self) -> None:
+        self.picked = array("q")
 
     def index(self, position: int) -> int:
         """Return the index of the position-th prompt, which must have been picked."""

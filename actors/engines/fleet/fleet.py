@@ -37,8 +37,7 @@ REMEMBERED = 1 << 16
 class Affinity:
     """Remembers which engine served each block of tokens last, and what precedes the block."""
 
-    def __init__(self, remembered: int = REMEMBERED) -> None:
-        self._remembered = remembered
+    def __init__(self) -> None:
         self._holders: OrderedDict[int, str] = OrderedDict()
 
     def note(self, tokens: Sequence[int] | np.ndarray, holder: str) -> None:
@@ -46,7 +45,7 @@ class Affinity:
         for block in _blocks(tokens):
             self._holders[block] = holder
             self._holders.move_to_end(block)
-        while len(self._holders) > self._remembered:
+        while len(self._holders) > REMEMBERED:
             self._holders.popitem(last=False)
 
     def holder(self, tokens: Sequence[int] | np.ndarray) -> str | None:
