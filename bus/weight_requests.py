@@ -10,6 +10,8 @@ MOST_PARTS = 512
 """Parts of a blob: the digests of all travel in each announcement, 32 bytes each."""
 MOST_TEXT = 16 << 10
 """Characters of a host's name and of what leads to its server, which the learner keeps for a while."""
+GROUP_BEAT_S = 1.0
+"""Seconds between two signs of life of an actor whose engine joins a group or receives in it."""
 
 # --- actors ask the learner's server of weights ---
 
@@ -134,6 +136,8 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
     """A random text, which the offer repeats: one that was made for another request is not taken."""
     first_rank: int = 1
     """First of the engine's ranks in `group`."""
+    actor: str = ""
+    """Actor process that the engine belongs to, for the log."""
 
     def check(self) -> None:
         if self.ranks < 1:
@@ -205,6 +209,15 @@ class BroadcastEnd(Message, tag="broadcast_end"):
 
     group: str
     policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupBeat(Message, tag="group_beat"):
+    """An engine's actor lives, while the engine joins a group or takes what is broadcast there."""
+
+    group: str
+    first_rank: int
+    """First of the engine's ranks in the group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

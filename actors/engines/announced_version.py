@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 import nats.errors
@@ -13,10 +14,13 @@ from bus.connection import Bus
 from bus.errors import BusError, SchemaError
 from bus.messages import PolicyManifest
 from bus.requests import Done
+from bus.waiting import cancelled
 from bus.weight_requests import (
+    GROUP_BEAT_S,
     BroadcastBegin,
     BroadcastEnd,
     BroadcastWanted,
+    GroupBeat,
     GroupLeft,
     OfferedBucket,
     SignedOffer,
@@ -40,12 +44,16 @@ class Published:
         bus: Bus,
         manifest: PolicyManifest,
         fetch: Callable[[PolicyManifest], Awaitable[Mapping[str, "torch.Tensor"]]],
+        *,
+        actor: str = "",
     ) -> None:
+        """`fetch` brings all tensors by the transport; `actor` is the name of this process."""
         self.policy_version = manifest.policy_version
         self.incarnation = manifest.incarnation
         self._bus = bus
         self.manifest = manifest
         self._fetch = fetch
+        self._actor = actor
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._fetching = asyncio.Lock()
 
@@ -67,6 +75,7 @@ class Published:
             device=device,
             nonce=secrets.token_hex(16),
             first_rank=first_rank,
+            actor=self._actor,
         )
         subject = self._bus.subject("broadcast", "wanted")
         answers = await self._bus.request_many(subject, wanted, SignedOffer, timeout_s=timeout_s)
@@ -80,6 +89,22 @@ class Published:
         if offer.nonce != wanted.nonce or not offer.buckets:
             raise BusError(f"the offer of version {self.policy_version} is not one for this request")
         return offer.buckets
+
+    @asynccontextmanager
+    async def in_group(self, offer: Sequence[OfferedBucket]) -> AsyncIterator[None]:
+        """Let the learner know, inside, that this actor lives: the other engines of the group wait for this
+        one, and no longer than the learner hears of it."""
+        beating = asyncio.create_task(self._beat(offer[0]), name=f"beats of {offer[0].group}")
+        try:
+            yield
+        finally:
+            await cancelled(beating)
+
+    async def _beat(self, offered: OfferedBucket) -> None:
+        beat = GroupBeat(group=offered.group, first_rank=offered.first_rank)
+        while True:
+            await self._bus.notify(self._bus.subject("broadcast", "beat"), beat)
+            await asyncio.sleep(GROUP_BEAT_S)
 
     async def begin(self, offer: Sequence[OfferedBucket]) -> None:
         """Have the learner send what it offered; return when all engines of the group are ready. Raises

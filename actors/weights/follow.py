@@ -14,6 +14,7 @@ import torch
 from actors.engines.announced_version import Published
 from actors.engines.base import Engine, TakesPublished
 from actors.engines.served_adapters import ServedAdapters
+from actors.weights.first_policy import actor_name
 from actors.weights.received import Receiver, torch_tensors
 from bus.codec import decode
 from bus.connection import Bus
@@ -310,7 +311,9 @@ class PolicyFollower:
         return True
 
     async def _announce(self, manifest: PolicyManifest) -> Published | None:
-        return None if self._refused(manifest) else Published(self._bus, manifest, self._fetched)
+        if self._refused(manifest):
+            return None
+        return Published(self._bus, manifest, self._fetched, actor=actor_name())
 
     async def _have_sent(self, published: Published) -> bool:
         """Make the engine take weights from the learner; return False if that was impossible."""

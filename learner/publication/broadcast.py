@@ -10,8 +10,9 @@ import json
 import os
 import secrets
 import signal
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.process.child_process import module_command
 from bus.requests import Done
-from bus.waiting import set_within
+from bus.waiting import cancelled, set_within
 from bus.weight_requests import (
+    GROUP_BEAT_S,
     BroadcastBegin,
     BroadcastEnd,
     BroadcastWanted,
+    GroupBeat,
     GroupLeft,
     OfferedBucket,
     SignedOffer,
@@ -53,6 +56,8 @@ ASKING_S = 1.0
 """Seconds in which engines that are sent to together ask, from the first one on."""
 READY_S = 5.0
 """Seconds for which engines that are ready to receive wait for the others of their group."""
+SILENT_S = 10.0
+"""Seconds without a sign of life after which an engine's actor counts as dead, and its group is given up."""
 SPARES = 2
 """Copies that are in use at a time, of a version and, where engines are slow, of the one before."""
 COPIES = 3
@@ -96,6 +101,7 @@ class Broadcaster:
         await serve(subject("broadcast", "begin"), BroadcastBegin, self._begin)
         await serve(subject("broadcast", "end"), BroadcastEnd, self._end)
         await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
+        await self._bus.listen(subject("broadcast", "beat"), GroupBeat, self._on_beat)
 
     @property
     def has_engines(self) -> bool:
@@ -156,6 +162,7 @@ class Broadcaster:
         if group is None or group.copy is None or group.copy.policy_version != begin.policy_version:
             raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
         all_ready = group.all_ready
+        group.hear(begin.first_rank)
         group.ready.add(begin.first_rank)
         if group.ready >= group.ranks.keys():
             group.due, group.copy = group.copy, None
@@ -181,6 +188,10 @@ class Broadcaster:
     def _on_left(self, left: GroupLeft) -> None:
         if group := self._groups.get(left.group):
             group.living.cancel()
+
+    def _on_beat(self, beat: GroupBeat) -> None:
+        if group := self._groups.get(beat.group):
+            group.hear(beat.first_rank)
 
     def _announced_since(self, version: int) -> Weights:
         """Return what is announced. Raises `BusError` where it is older than that."""
@@ -256,6 +267,7 @@ class Broadcaster:
         backend: Literal["gloo", "nccl"] = "nccl" if on_gpu else "gloo"
         group = _Group(name, own_address(self._bus, ""), port, backend, firsts[-1], process)
         group.ranks = {first: one.nonce for first, one in zip(firsts, wanted, strict=False)}
+        group.actors = {first: one.actor for first, one in zip(firsts, wanted, strict=False)}
         self._groups[name] = group
         group.living = asyncio.create_task(self._live(group), name=f"broadcasts of {name}")
         self._living.add(group.living)
@@ -267,12 +279,13 @@ class Broadcaster:
         """Send when an engine asks, until something goes wrong or none asks any more."""
         process = group.process
         try:
-            await process.says("joined", self._timeout_s)
+            await self._while_heard(group, process.says("joined", self._timeout_s))
             while await process.lives_until(group.begun, IDLE_S):
                 group.begun.clear()
                 due, group.due = group.due, None
                 assert due is not None, "set before"
-                await process.says("sent", self._timeout_s, request={"send": due.where()})
+                sending = process.says("sent", self._timeout_s, request={"send": due.where()})
+                await self._while_heard(group, sending)
                 group.sent = due.policy_version
                 group.ended.set()
                 log.debug("weights_broadcast", group=group.name, policy_version=due.policy_version)
@@ -284,6 +297,24 @@ class Broadcaster:
             group.ended.set()
             await process.end()
             self._forget_what_no_group_needs()
+
+    async def _while_heard(self, group: "_Group", work: Coroutine[Any, Any, Line]) -> None:
+        """Do what all engines of a group take part in. Raises `BusError` as soon as one of them is gone: its
+        ranks would keep those of the others waiting until the time limit of the group."""
+        working = asyncio.create_task(work, name=f"work of {group.name}")
+        group.hear(*group.ranks)
+        try:
+            while not working.done():
+                began = time.monotonic()
+                await asyncio.wait({working}, timeout=GROUP_BEAT_S)
+                stood_still = time.monotonic() - began > 2 * GROUP_BEAT_S
+                if stood_still or not self._bus.client.is_connected:  # nobody could be heard
+                    group.hear(*group.ranks)
+                elif silent := group.silent():
+                    raise BusError(f"{silent} is not heard for {SILENT_S:g} s")
+            await working
+        finally:
+            await cancelled(working)
 
     def _forget_what_no_group_needs(self) -> None:
         if not self._groups:
@@ -310,6 +341,10 @@ class _Group:
     process: "_SenderProcess"
     ranks: dict[int, str] = field(default_factory=dict)
     """First rank of each engine, and the nonce of what it asked last."""
+    actors: dict[int, str] = field(default_factory=dict)
+    """Actor of each engine, by the same."""
+    heard_s: dict[int, float] = field(default_factory=dict)
+    """When it was heard last, by the monotonic clock."""
     copy: SharedCopy | None = None
     """Offered, and not asked for yet."""
     ready: set[int] = field(default_factory=set)
@@ -323,6 +358,19 @@ class _Group:
     sent: int = -1
     """Version that was sent last."""
     living: "asyncio.Task[None]" = field(init=False)
+
+    def hear(self, *first_ranks: int) -> None:
+        """Note that the actors of these engines live."""
+        now = time.monotonic()
+        self.heard_s |= {rank: now for rank in first_ranks if rank in self.actors}
+
+    def silent(self) -> str:
+        """Return which engine's actor is not heard any more, in words; empty for none."""
+        oldest = time.monotonic() - SILENT_S
+        for rank, actor in self.actors.items():
+            if self.heard_s[rank] < oldest:
+                return f"the engine of {actor or 'an actor'} with ranks from {rank} on"
+        return ""
 
     def is_of(self, wanted: Sequence[BroadcastWanted]) -> bool:
         """Return whether the askers are the engines of this group, and note what they asked."""

@@ -67,7 +67,8 @@ class LearnerGroup:
         await self._forget()
         self.name, self._first_rank = offer[0].group, offer[0].first_rank
         try:
-            await self._client.join_group(offer[0], left_s(end_s))
+            async with published.in_group(offer):
+                await self._client.join_group(offer[0], left_s(end_s))
         except EngineError as error:
             await self.leave(published, str(error))
             return ()
@@ -82,7 +83,8 @@ class LearnerGroup:
         Raises `EngineError` or `BusError` when not all of it came: the server's weights are then of no
         version."""
         client = self._client
-        async with client.updating(self._facts, left_s(end_s)), self._checking(offer, end_s):
+        updating = client.updating(self._facts, left_s(end_s))
+        async with published.in_group(offer), updating, self._checking(offer, end_s):
             await published.begin(offer)  # in here: a refusal to update would leave the learner waiting
             for bucket in offer:
                 last = bucket is offer[-1]

@@ -89,14 +89,16 @@ async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch,
                     group = offer[0].group
                     where = {"host": offer[0].host, "port": offer[0].port, "group": group}
                     engine.stdin.write(json.dumps(where).encode() + b"\n")
-                    assert await asyncio.wait_for(engine.stdout.readline(), 120.0) == b"joined\n"
-                await published.begin(offer)
+                    async with published.in_group(offer):
+                        assert await asyncio.wait_for(engine.stdout.readline(), 120.0) == b"joined\n"
                 received = []
-                for bucket in offer:
-                    kinds = list(zip(bucket.dtypes, bucket.shapes, strict=True))
-                    engine.stdin.write(json.dumps(kinds).encode() + b"\n")
-                    received += json.loads(await asyncio.wait_for(engine.stdout.readline(), 120.0))
-                await published.ended(offer, 60.0)
+                async with published.in_group(offer):
+                    await published.begin(offer)
+                    for bucket in offer:
+                        kinds = list(zip(bucket.dtypes, bucket.shapes, strict=True))
+                        engine.stdin.write(json.dumps(kinds).encode() + b"\n")
+                        received += json.loads(await asyncio.wait_for(engine.stdout.readline(), 120.0))
+                    await published.ended(offer, 60.0)
                 memories.append(broadcaster._newest.memory.number)
                 assert {bucket.group for bucket in offer} == {group}
                 assert received == [digest(tensors[name]) for bucket in offer for name in bucket.names]

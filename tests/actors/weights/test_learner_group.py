@@ -3,12 +3,15 @@
 import asyncio
 import json
 import math
+import os
+import re
 import signal
 import sys
 from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+import structlog
 import torch
 
 from actors.engines.announced_version import Published
@@ -27,7 +30,7 @@ from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import Weights
-from tests.actors import gloo_rank
+from tests.actors import asking_actor, gloo_rank
 from tests.actors.sglang_stand_in import StandIn
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
@@ -437,14 +440,16 @@ class KilledEngine:
             "rank_offset": first.first_rank,
             "world_size": first.world_size,
         }
-        assert await self._says(body) == b"joined\n"
+        async with published.in_group(self.offer):
+            assert await self._says(body) == b"joined\n"
 
     async def receive(self, published):
-        await published.begin(self.offer)
-        for bucket in self.offer:
-            body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
-            assert await self._says(body) == b"received\n"
-        await published.ended(self.offer, TIMEOUT_S)
+        async with published.in_group(self.offer):
+            await published.begin(self.offer)
+            for bucket in self.offer:
+                body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+                assert await self._says(body) == b"received\n"
+            await published.ended(self.offer, TIMEOUT_S)
 
     async def die_in_mid_broadcast(self, published):
         """Have the learner send, and take nothing."""
@@ -544,6 +549,52 @@ async def test_an_engine_that_dies_leaves_the_others_of_its_group_whole_versions
         await load(2)
         assert learner.fetched == [1]
         assert len(learner.senders()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "gone by what its actor says"])
+async def test_engines_whose_group_lacks_one_that_died_before_it_joined_soon_go_on(
+    starting, serving, bus, monkeypatch, is_killed
+):
+    monkeypatch.setattr("learner.publication.broadcast.ASKING_S", 20.0)  # it ends as soon as both ask
+    monkeypatch.setattr(Broadcaster, "_all_ask", lambda self, wanted: len(wanted) == 2)
+    if is_killed:
+        monkeypatch.setattr("learner.publication.broadcast.SILENT_S", 5.0)
+    else:
+        monkeypatch.setattr("learner.publication.broadcast.SILENT_S", math.inf)
+    actor = await asyncio.create_subprocess_exec(
+        sys.executable, asking_actor.__file__, str(bus.client.connected_url.geturl()),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        async with starting(together=True, timeout_s=3600.0) as learner, serving() as (engine, server):
+            server.joins_within_s = 3600.0
+            await engine.start()
+            published = learner.announce(0)
+            assert await asyncio.wait_for(actor.stdout.readline(), 2 * TIMEOUT_S) == b"up\n"
+            with structlog.testing.capture_logs() as logs:
+                actor.stdin.write(b"\n")
+                loading = asyncio.create_task(engine.load_published(published))
+                group = await asyncio.wait_for(actor.stdout.readline(), TIMEOUT_S)
+                assert group.startswith(b"sluice-one-")
+                if is_killed:
+                    actor.kill()
+                else:
+                    actor.stdin.write(b"\n")
+                await asyncio.wait_for(loading, TIMEOUT_S)
+            assert (engine.policy_version, engine.failure, learner.fetched) == (0, "", [0])
+            await learner.none_is_left()
+    finally:
+        if actor.returncode is None:
+            actor.kill()
+        await actor.communicate()
+    [failed] = (log for log in logs if log["event"] == "learners_group_failed")
+    assert failed["group"] == group.decode().strip()
+    given_up = [log["reason"] for log in logs if log["event"] == "group_given_up"]
+    silent = r"the engine of actor-that-dies with ranks from \d on is not heard for 5 s"
+    assert [bool(re.fullmatch(silent, reason)) for reason in given_up] == [True] * is_killed
 
 
 @pytest.mark.slow
