@@ -1,7 +1,7 @@
 """Adapters on the linear layers of a model of transformers."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
-from learner.backends.contract.backend import Exported, TrainedAdapters
+from learner.backends.contract.backend import NO_TENSORS, Exported, ExportedPiece, TrainedAdapters
 from learner.backends.fsdp.expert_adapters import ExpertStack, adapt_experts, expert_stacks, pairs_name
 from learner.backends.fsdp.names import FileNames
-from learner.backends.fsdp.weights import local, whole
+from learner.backends.fsdp.weights import first_row, local, whole
 from learner.backends.shared.lora import (
     CHANGE,
     FrozenBase,
@@ -168,6 +168,17 @@ class LayerAdapter(NamedTuple):
         return dict(zip(names, tensor.unbind() if self.of.of_experts else (tensor,), strict=True))
 
 
+def _rows_of(names: Sequence[str], tensor: Tensor, dtype: torch.dtype) -> Iterator[ExportedPiece]:
+    """Yield this rank's rows of a tensor, if it has any: of one in files, or of one for each expert."""
+    mine, (count, width) = local(tensor), tensor.shape[-2:] if tensor.dim() > 1 else (len(tensor), 1)
+    if not mine.numel():
+        return
+    rows = mine.view(-1, width)
+    first = first_row(tensor) * (count if tensor.dim() > 2 else 1)
+    numbers = torch.arange(first, first + len(rows))
+    yield ExportedPiece(rows, dtype, names, numbers // count, numbers % count * width)
+
+
 class ModelAdapters:
     """The adapters of a sharded model."""
 
@@ -227,7 +238,23 @@ class ModelAdapters:
                 shapes[name], exact[name] = tuple(adapter.change.shape), torch.float32
         if self._head is not None:
             shapes[PREFIX + SCORE_HEAD], exact[PREFIX + SCORE_HEAD] = tuple(self._head.shape), dtype
+        if dist.get_world_size() > 1:
+            return Exported(shapes, {}, NO_TENSORS, exact, pieces=list(self._pieces(dtype)))
         return Exported(shapes, here, partial(self._streamed, dtype, without=here), exact)
+
+    def _pieces(self, dtype: torch.dtype) -> Iterator[ExportedPiece]:
+        """Yield this rank's rows of all that is trained, computed with in `dtype`."""
+        for adapter in self._adapters:
+            for names, tensor in adapter.named():
+                yield from _rows_of(names, tensor, dtype)
+            if adapter.change is not None:
+                weight = adapter.of.weight
+                for piece in _rows_of([magnitude_name(weight)], adapter.change, dtype):
+                    change = piece.rows[:, 0].to(dtype)
+                    lengths = self.base.magnitude(weight, change, piece.starts)
+                    yield replace(piece, rows=lengths[:, None], dtype=torch.float32)
+        if self._head is not None:
+            yield from _rows_of([PREFIX + SCORE_HEAD], self._head, dtype)
 
     def _streamed(self, dtype: torch.dtype, *, without: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
         for adapter in self._adapters:

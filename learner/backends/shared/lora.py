@@ -192,11 +192,13 @@ class FrozenBase:
         self._config, self._dtype = config, dtype
         self._norms: dict[str, Tensor] = {}
 
-    def magnitude(self, weight: str, change: Tensor) -> Tensor:
-        """Return the lengths that the rows of an adapted weight have, float32 [rows], from their change."""
+    def magnitude(self, weight: str, change: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return the lengths that the rows of an adapted weight have, float32 [rows], from their change: of
+        all its rows, or of those with these numbers."""
         if weight not in self._norms:
             self._norms[weight] = row_norms(self.weights[weight].to(self._dtype))
-        return self._norms[weight].to(change.device) + change.float()
+        norms = self._norms[weight] if rows is None else self._norms[weight][rows]
+        return norms.to(change.device) + change.float()
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of the adapters is loaded."""

@@ -5,13 +5,16 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from learner.backends.contract.backend import Exported, ExportedPiece
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
+from learner.distributed.process_group import gathered
 from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
@@ -46,12 +49,27 @@ def trained(backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED
     trainer = trainer_of(backend, lora, parallel, **model)
     steps = [step(trainer, number) for number in range(3)]
     exported = trainer.exported()
-    published = arrays(exported.here.items()) | arrays(exported.rest())
+    published = arrays(exported.here.items()) | arrays(exported.rest()) | put_together(exported)
     adapters, weights = arrays(trainer.adapters.streamed()), arrays(trainer.export().items())
     wanted = adapters if lora.publish == "adapter" else weights
     assert published.keys() == wanted.keys()
     assert all((published[name] == each).all() for name, each in wanted.items())
     return steps, adapters, weights
+
+
+def put_together(exported: Exported) -> dict[str, np.ndarray]:
+    """Return on the first rank what the ranks have in pieces."""
+    found = {name: np.full(shape, np.nan, np.float32) for name, shape in exported.shapes.items()}
+    for pieces in gathered([(*pieces_of(piece),) for piece in exported.pieces or ()]):
+        for rows, names, tensors, starts, step in pieces:
+            for row, number, start in zip(rows, tensors, starts, strict=True):
+                found[names[number]].reshape(-1)[start : start + len(row) * step : step] = row
+    return found if exported.pieces is not None and dist.get_rank() == 0 else {}
+
+
+def pieces_of(piece: ExportedPiece) -> tuple[object, ...]:
+    rows, numbers, starts = (each.cpu().numpy() for each in (piece.rows, piece.tensors, piece.starts))
+    return rows.copy(), tuple(piece.names), numbers, starts, piece.step
 
 
 @cache

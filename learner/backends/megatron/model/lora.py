@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.contract.backend import Exported, TrainedAdapters
+from learner.backends.contract.backend import NO_TENSORS, Exported, ExportedPiece, TrainedAdapters
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.model.adapter import (
@@ -24,6 +25,7 @@ from learner.backends.megatron.model.adapter import (
     SharedRows,
 )
 from learner.backends.megatron.model.model import PolicyModel
+from learner.backends.megatron.weights.export import exported_pieces
 from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Holders,
@@ -117,6 +119,8 @@ class ChunkAdapters:
             rule.megatron: rule for rule in linear if not self._targets.keys().isdisjoint(_modules(rule))
         }
         self._known_holders: Holders | None = None
+        self._known_pieces: tuple[list[int], list[ExportedPiece]] | None = None
+        """This rank's rows of what is trained, and where the parameters lay then."""
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(name == SCORE_HEAD)
@@ -176,10 +180,10 @@ class ChunkAdapters:
 
     def _streamed(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         found = stream_hf_weights(self._chunks, self._hf_config, self._holders(), rules=self._rules())
-        weights = {magnitude_name(module + WEIGHT): module + WEIGHT for module in self._targets}
+        lengths = self._lengths
         for name, tensor in found:
-            if name in weights:
-                yield name, self.base.magnitude(weights[name], tensor)
+            if name in lengths:
+                yield name, self.base.magnitude(lengths[name], tensor)
             else:
                 yield name, tensor.to(dtype)
 
@@ -187,9 +191,30 @@ class ChunkAdapters:
         """Return the adapters, to publish them alone, as the `dtype` in which they are computed with; the
         lengths of rows are float32."""
         shapes = exported_shapes(self._hf_config, self._holders(), rules=self._rules())
-        lengths = {magnitude_name(module + WEIGHT) for module in self._targets}
-        exact = {name: torch.float32 if name in lengths else dtype for name in shapes}
+        exact = {name: torch.float32 if name in self._lengths else dtype for name in shapes}
+        if dist.get_world_size() > 1:
+            return Exported(shapes, {}, NO_TENSORS, exact, pieces=list(self._pieces(dtype)))
         return Exported(shapes, {}, partial(self._streamed, dtype), exact)
+
+    @property
+    def _lengths(self) -> dict[str, str]:
+        """Return the weights of which lengths of rows are trained, by the names of these."""
+        return {magnitude_name(module + WEIGHT): module + WEIGHT for module in self._targets}
+
+    def _pieces(self, dtype: torch.dtype) -> Iterator[ExportedPiece]:
+        """Yield this rank's rows of all that is trained, computed with in `dtype`."""
+        addresses = [p.data_ptr() for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+        if self._known_pieces is None or self._known_pieces[0] != addresses:
+            found = exported_pieces(self._chunks, shape_of(self._hf_config), self._rules(), {})
+            self._known_pieces = addresses, list(found)
+        lengths = self._lengths
+        for piece in self._known_pieces[1]:
+            weight = lengths.get(piece.names[0])
+            if weight is None:
+                yield replace(piece, dtype=dtype)
+            else:
+                rows = self.base.magnitude(weight, piece.rows[:, 0], piece.starts)
+                yield replace(piece, rows=rows[:, None], dtype=torch.float32)
 
     def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield on rank 0 what weights and their adapters make together. Every rank exhausts this."""
