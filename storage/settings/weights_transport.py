@@ -9,6 +9,8 @@ from bus.config import Config
 from bus.errors import ConfigError
 
 LARGEST_PORT = 65535
+HOST = "{host}"
+"""Stands in `advertise` for the name of a process's own host."""
 SHARE = 4
 """One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
 
@@ -77,8 +79,8 @@ class ServerConfig(Config):
     port: int = Field(0, ge=0, le=LARGEST_PORT)
     """Port to listen at; 0 takes any that is free."""
     advertise: str | None = Field(None, pattern=r"^https?://.+[^/]$")
-    """URL by which others reach it, as http://host:port. Without it they use this host's address towards the
-    bus."""
+    """URL by which others reach it, as http://host:port. `{host}` in it stands for the name of this process's
+    host, as in http://{host}.example:9000. Without it they use this host's address towards the bus."""
     bytes_per_s: int | None = Field(None, ge=1)
     """Bound on the bandwidth with which the server sends. `None` sets none."""
 

@@ -3,6 +3,7 @@ at a time."""
 
 import asyncio
 import os
+import platform
 import resource
 import socket
 import stat
@@ -31,7 +32,7 @@ from bus.waiting import RETRY_S, cancelled
 from bus.weight_requests import BlobAccess, BlobAccessAsked, PartsAsked, PartsFound
 from storage.disk.atomic_files import Content, Data
 from storage.disk.host_identity import host_identity
-from storage.settings.weights_transport import ServerConfig
+from storage.settings.weights_transport import HOST, ServerConfig
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
 from storage.weights.blob_parts import is_part, part_range, parts_of
@@ -156,7 +157,8 @@ class BlobServer:
         self._accepting = asyncio.create_task(self._accept(listening), name="accept readers of weights")
         chosen = listening.getsockname()[1]
         scheme = "https" if bus.secured else "http"
-        return self._config.advertise or f"{scheme}://{own_address(bus, host)}:{chosen}"
+        own = f"{scheme}://{own_address(bus, host)}:{chosen}"
+        return (self._config.advertise or own).replace(HOST, platform.node())
 
     async def close(self) -> None:
         tasks = [*self._handshakes, *([self._accepting] if self._accepting is not None else [])]

@@ -1,6 +1,7 @@
 """Every way that published weights take: what arrives is what was put, or it is refused."""
 
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -277,6 +278,14 @@ def test_a_rank_has_a_port_of_its_own():
     assert (given.of_rank(0), given.of_rank(3).port) == (given, 7003)
     assert given.of_rank(3).advertise == "https://head:446"
     assert HttpTransport().of_rank(3) == HttpTransport()
+
+
+async def test_ranks_on_several_hosts_are_reached_by_the_names_of_these(bus, tmp_path):
+    transport = HttpTransport(advertise="http://{host}.example:9000").of_rank(2)
+    store = HttpBlobs(bus, tmp_path / "served", transport)
+    await store.start()
+    assert (await store.put([b"a"], "policy")).origin == f"http://{platform.node()}.example:9002"
+    await store.close()
 
 
 @pytest.mark.parametrize(
