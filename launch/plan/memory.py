@@ -79,7 +79,7 @@ class _Counts:
 
 def learner_rank(model: Model, learner: LearnerConfig, ranks: int, tokens: int) -> RankMemory:
     """Return the memory of the rank that has the most, of so many, with micro-batches of so many tokens."""
-    published = model.parameters * model.item_bytes // ranks if publish_together(learner, ranks) else 0
+    published = _compared_elements(model, learner) * model.item_bytes // ranks if ranks > 1 else 0
     if learner.backend == "fsdp":
         return replace(_fsdp_rank(model, learner, ranks, tokens), published=published)
     stages = range(learner.parallel.pipeline)
@@ -87,9 +87,18 @@ def learner_rank(model: Model, learner: LearnerConfig, ranks: int, tokens: int) 
     return replace(most, published=published)
 
 
-def publish_together(learner: LearnerConfig, ranks: int) -> bool:
-    """Tell whether the ranks divide the published weights; else rank 0 has all."""
-    return ranks > 1 and not learner.lora.exists
+def _compared_elements(model: Model, learner: LearnerConfig) -> int:
+    """Return how many elements several ranks compare with those of the version before: of adapters alone,
+    where these are published, and none where rank 0 gathers what they are merged into."""
+    if not learner.lora.exists:
+        return model.parameters
+    return adapters(model, learner) if learner.lora.publish == "adapter" else 0
+
+
+def adapters(model: Model, learner: LearnerConfig) -> int:
+    """Return how many elements the adapters of a model have."""
+    lora = learner.lora
+    return sum(adapter_elements(one, lora.rank, lora.targets, experts=lora.experts) for one in model.weights)
 
 
 def _stage(model: Model, learner: LearnerConfig, ranks: int, tokens: int, stage: int) -> RankMemory:
@@ -315,7 +324,7 @@ def learner_host(
         offloaded = model.parameters * each * learner.optimizer.offload * here / ranks
     on_cpu = 0 if model.on_gpu else rank.total * here
     beside = (learner.publication.snapshot_every > 1) + bool(learner.publication.keep_versions)
-    if publish_together(learner, ranks):
+    if ranks > 1 and not learner.lora.exists:  # rank 0 has the frozen weights below adapters
         published = published * here // ranks
     return round((2 + beside) * published + saved + held + offloaded + on_cpu + PROCESS_BYTES * here)
 
@@ -329,11 +338,7 @@ def actor_host(published: int, *, embedded: bool) -> int:
 def checkpoint_bytes(model: Model, learner: LearnerConfig) -> int:
     """Return the size of a checkpoint: weights, main weights and moments of all ranks together."""
     if learner.lora.exists:
-        trained = sum(
-            adapter_elements(one, learner.lora.rank, learner.lora.targets, experts=learner.lora.experts)
-            for one in model.weights
-        )
-        return trained * (FLOAT32 + moment_bytes(learner) + model.item_bytes)
+        return adapters(model, learner) * (FLOAT32 + moment_bytes(learner) + model.item_bytes)
     main = FLOAT32 if model.item_bytes < FLOAT32 else 0
     return model.parameters * (model.item_bytes + main + moment_bytes(learner))
 

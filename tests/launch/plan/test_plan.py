@@ -171,6 +171,16 @@ def test_adapters_are_those_of_a_megatron_learner(family: str, experts: bool, al
     assert pairs == trained
 
 
+@pytest.mark.parametrize("publish", ["adapter", "merged"])
+def test_ranks_that_publish_adapters_compare_these_alone(publish: str):
+    settings = LearnerConfig.model_validate({"lora": {"rank": 4, "publish": publish}})
+    model = model_of(tiny_config("qwen3"), item_bytes=2, on_gpu=False)
+    pairs = sum(adapter_elements(one, 4, (), experts=False) for one in model.weights)
+    assert [learner_rank(model, settings, ranks, 32).published for ranks in (1, 2)] == [
+        0, pairs if publish == "adapter" else 0
+    ]  # fmt: skip
+
+
 def rank_bytes(family: str, parallel: ParallelConfig) -> tuple[int, int, int]:
     """Return what a rank of a world has; called on every rank."""
     divide_world(parallel)
