@@ -15,8 +15,9 @@ class PublicationConfig(Config):
     """Versions from one snapshot to the next; those between are published as deltas. A new actor starts from
     the latest snapshot. 1 publishes every version as a snapshot."""
     snapshot_bytes_per_s: int | None = Field(None, ge=1)
-    """Bound on the bandwidth with which each rank writes a snapshot beside deltas. `None` sets none. It holds
-    neither for what the bus sends nor for the copy of a version that stays from its file to the transport."""
+    """Bound on the bandwidth with which all ranks together write a snapshot beside deltas: each has an equal
+    part of it. `None` sets none. It holds neither for what the bus sends nor for the copy of a version that
+    stays from its file to the transport."""
     keep: int = Field(8, ge=2)
     """Number of latest versions that can be fetched, besides those that still wait for their evaluation."""
     keep_versions: tuple[Annotated[int, Field(ge=0)], ...] = ()

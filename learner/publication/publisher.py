@@ -335,23 +335,27 @@ class WeightPublisher:
         version, others = weights.policy_version, self._others
 
         async def write(content: Content) -> bool:
-            blobs = set[BlobRef]()
+            mine, rest, announces = set[BlobRef](), tuple[BlobRef, ...](), True
             try:
-                blobs.add(blob := await self._store.put(content, self._incarnation, version, "snapshot"))
+                mine.add(await self._store.put(content, self._incarnation, version, "snapshot"))
                 rest = await others.written() if others else ()
             except BusError as error:  # deltas lead on from the one before; a later version has the next
                 log.warning("snapshot_not_published", policy_version=version, reason=str(error))
-                self._stored |= blobs
-                return False
+                announces = False
             async with self._one:
-                self._stored.add(blob)
-                await self._announce_snapshot((blob, *rest), version)
+                self._stored |= mine
+                if others is not None:
+                    await others.end_snapshot()
+                if announces:
+                    await self._announce_snapshot((*mine, *rest), version)
                 await self._retire()
-            return True
+            return announces
 
         if others is not None:
             await others.begin_snapshot(version, (self._incarnation, version, "snapshot"))
-        await self._snapshots.begin(Weights(version, own(weights.tensors), weights.digests), write)
+        ranks = 1 if others is None else others.ranks
+        mine = Weights(version, own(weights.tensors), weights.digests)
+        await self._snapshots.begin(mine, write, ranks=ranks)
 
     async def _announce_snapshot(self, blobs: tuple[BlobRef, ...], version: int) -> None:
         latest = self._latest()

@@ -6,7 +6,7 @@ own, in that order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -90,7 +90,7 @@ class OwnTensors:
     def __init__(
         self, encoder: TensorEncoder, group: dist.ProcessGroup | None, bytes_per_s: int | None = None
     ) -> None:
-        """`bytes_per_s` bounds how fast snapshots are written beside deltas."""
+        """`bytes_per_s` bounds how fast all ranks together write snapshots beside deltas."""
         self._encoder, self._group, self._bytes_per_s = encoder, group, bytes_per_s
         self._thread = ThreadPoolExecutor(1, "published tensors")
         self._newest: Callable[[], Tensors] = dict
@@ -104,7 +104,7 @@ class OwnTensors:
         self._stored: set[BlobRef] = set()
         """What rank 0 has heard of and may still announce."""
         self._writing: _Writing | None = None
-        """The latest snapshot beside deltas, until it is announced."""
+        """The latest snapshot beside deltas, until rank 0 has announced it or given it up."""
 
     @asynccontextmanager
     async def stored_in(self, store: BlobStore) -> AsyncIterator[None]:
@@ -172,10 +172,9 @@ class OwnTensors:
 
     def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
         """Begin to store the announced version whole, beside what comes next."""
-        if self._writing is not None:
-            self._writing.content.end()
-            self._stored |= self._writing.stored  # nobody announces these blobs any more
-        content = HeldContent(Weights(policy_version, self._versions[policy_version], {}), self._bytes_per_s)
+        self.end_snapshot()
+        weights = Weights(policy_version, self._versions[policy_version], {})
+        content = HeldContent(weights, self._bytes_per_s, ranks=dist.get_world_size())
         self._writing = _Writing(content, self._begun(lambda store: store.put(content, *tokens)))
 
     def written(self) -> BlobRef | None:
@@ -185,16 +184,22 @@ class OwnTensors:
         self._writing.content.end()
         return self._writing.blob.result()
 
+    def end_snapshot(self) -> None:
+        """Write no more of the snapshot begun last; `retire` removes it where it is not needed."""
+        if self._writing is None:
+            return
+        self._writing.content.end()
+        wait([self._writing.blob])
+        self._stored |= self._writing.stored
+        self._writing = None
+
     def held(self, blobs: Iterable[BlobRef]) -> set[BlobRef]:
         """Return which of these blobs this rank stored, if all of those are still there."""
         mine = self._stored.intersection(blobs)
         return mine if self._begun(lambda store: store.holds(mine)).result() else set()
 
     def retire(self, needed: set[BlobRef]) -> None:
-        """Remove all that this rank stored but what is needed, and a snapshot that is not announced yet."""
-        if self._writing is not None and self._writing.stored & needed:
-            self._stored |= self._writing.stored
-            self._writing = None
+        """Remove all that this rank stored but what is needed; a snapshot that is being written stays."""
         old = self._stored - needed
         self._stored -= self._begun(lambda store: delete_blobs(store, old)).result()
 
@@ -252,6 +257,11 @@ class OtherRanks:
         self._one = asyncio.Lock()
         self._asking: set[asyncio.Task[Any]] = set()
 
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks have tensors of a version, this one among them."""
+        return 1 if self._host.divided is None else dist.get_world_size()
+
     def shapes(self, mine: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all tensors before they are quantised; rank 0 has `mine`."""
         if self._host.divided is not None:
@@ -287,6 +297,10 @@ class OtherRanks:
     async def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
         """Have each rank begin to store its tensors of the announced version whole."""
         await self._ask(Wish("begin_snapshot", (policy_version, tokens)))
+
+    async def end_snapshot(self) -> None:
+        """Have each rank end the snapshot begun last, which is announced by now, or is given up."""
+        await self._ask(Wish("end_snapshot"))
 
     async def written(self) -> tuple[BlobRef, ...]:
         """Return the snapshots begun last when all are written. Raises what ended one of them."""

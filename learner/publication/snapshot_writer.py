@@ -24,13 +24,14 @@ class HeldContent:
     It is read where the tensors lie until their memory is wanted back: then `release` copies what is left.
     Tensors of other processes, which hold them meanwhile, are fetched piece by piece."""
 
-    def __init__(self, weights: Weights, bytes_per_s: int | None) -> None:
+    def __init__(self, weights: Weights, bytes_per_s: int | None, *, ranks: int = 1) -> None:
+        """Hold what this process has of a version, which so many `ranks` write at `bytes_per_s` together."""
         self._left = deque(_pieces(weights))
         self._own = False
         """Whether what is left lies in memory of its own."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._seconds_a_byte = 1 / bytes_per_s if bytes_per_s else 0.0
+        self._seconds_a_byte = ranks / bytes_per_s if bytes_per_s else 0.0
 
     def __iter__(self) -> Iterator[Data]:
         """Yield the pieces. Raises `BusError` after `end`."""
@@ -79,10 +80,12 @@ class SnapshotWriter:
         """Tell whether a snapshot is being written or is about to be."""
         return not all(task.done() for task in self._begun)
 
-    async def begin(self, weights: Weights, write: Callable[[Content], Awaitable[bool]]) -> None:
+    async def begin(
+        self, weights: Weights, write: Callable[[Content], Awaitable[bool]], *, ranks: int = 1
+    ) -> None:
         """Have `write` store the content of the weights, and tell whether it is announced. Their tensors stay
-        as they are until `release`."""
-        held = await asyncio.to_thread(HeldContent, weights, self._bytes_per_s)
+        as they are until `release`. With `ranks` the others of so many write what they have."""
+        held = await asyncio.to_thread(HeldContent, weights, self._bytes_per_s, ranks=ranks)
         task = asyncio.create_task(self._write(held, write), name=f"snapshot {weights.policy_version}")
         self._begun[task] = held
 

@@ -43,7 +43,7 @@ from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 from tests.storage.weights.encoded import encode_delta
 
 VERSIONS = 5
-SLOWLY = {"snapshot_every": 2, "snapshot_bytes_per_s": 30_000}
+SLOWLY = {"snapshot_every": 2, "snapshot_bytes_per_s": 60_000}
 """Snapshots are still being written when their memory has later versions."""
 CASES = {
     "fsdp": (2, "fsdp", {}, {"family": "qwen3", "tied": True}, SLOWLY),

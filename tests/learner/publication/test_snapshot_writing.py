@@ -214,12 +214,13 @@ async def test_adapters_are_not_announced_without_their_base_which_could_not_be_
     await publisher.close()
 
 
-def test_a_snapshot_is_read_no_faster_than_its_bound():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_snapshot_is_read_no_faster_than_a_ranks_part_of_its_bound(ranks):
     weights = Weights.of(0, Host().take(0))
     content = list(snapshot_content(weights))
     size = sum(memoryview(part).nbytes for part in content)
     began = time.monotonic()
-    assert b"".join(HeldContent(weights, 4 * size)) == b"".join(content)
+    assert b"".join(HeldContent(weights, ranks * 4 * size, ranks=ranks)) == b"".join(content)
     assert time.monotonic() - began >= 0.25
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -42,7 +43,7 @@ ROWS, COLUMNS = 12, 500
 NAMES = ("a", "b", "c", "d", "e", "f")
 VERSIONS = 6
 LOST_AT = 2
-"""Version during whose publication a rank is killed."""
+"""Version during whose publication a rank is killed, or whose snapshot is overtaken."""
 FORMAT = torch.bfloat16
 
 
@@ -67,6 +68,11 @@ class SharingRank(Rank):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = [tensor[rank::ranks] for tensor in whole_at(version).values()]
         self._backend.rows.copy_(torch.cat(mine))
+
+    async def become_random(self) -> None:
+        """Have weights of which a delta would take as much as all of them."""
+        torch.manual_seed(dist.get_rank())
+        self._backend.rows.normal_()
 
     async def served_bytes(self) -> None:
         """Write how much this rank's server has sent."""
@@ -109,6 +115,20 @@ class KilledStore:
         return blob
 
 
+class HeldStore(KilledStore):
+    """Lets the first snapshot beside deltas wait for the version that overtakes it."""
+
+    def __init__(self, store: BlobStore) -> None:
+        super().__init__(store)
+        self.waits, self.overtaken = asyncio.Event(), asyncio.Event()
+
+    async def put(self, content: object, *tokens: object) -> BlobRef:
+        if tokens[1:] == (LOST_AT, "snapshot"):
+            self.waits.set()
+            await self.overtaken.wait()
+        return await self._store.put(content, *tokens)
+
+
 class Told(NamedTuple):
     manifest: PolicyManifest
     files: set[str]
@@ -124,11 +144,11 @@ class FullStore(KilledStore):
         return await self._store.put(content, *tokens)
 
 
-def publish(url: str, directory: Path, lost: int | None = None) -> Told | None:
-    return asyncio.run(_publish(url, directory, lost))
+def publish(url: str, directory: Path, lost: int | None = None, *, overtakes: bool = False) -> Told | None:
+    return asyncio.run(_publish(url, directory, lost, overtakes))
 
 
-async def _publish(url: str, directory: Path, lost: int | None) -> Told | None:
+async def _publish(url: str, directory: Path, lost: int | None, overtakes: bool) -> Told | None:
     number, stop = dist.get_rank(), asyncio.Event()
     async with (
         Bus.connect(BusConfig(url=url), "test", name=f"rank {number}") as bus,
@@ -144,13 +164,21 @@ async def _publish(url: str, directory: Path, lost: int | None) -> Told | None:
             return None
         others = rank.other_ranks(lambda wish: world.send(Rank.fulfil, wish))
         others._read = refuse_to_read
+        holding = HeldStore(store)
         publisher = WeightPublisher(
-            bus, store, rank._settings.learner.publication, incarnation="one", others=others
+            bus,
+            holding if overtakes else store,
+            rank._settings.learner.publication,
+            incarnation="one",
+            others=others,
         )
         await publisher.start(directory)
         try:
             async with world.led(stop):
-                told = await _publish_all(bus, world, publisher, directory)
+                if overtakes:
+                    told = await _overtake(world, publisher, directory, holding)
+                else:
+                    told = await _publish_all(bus, world, publisher, directory)
         except* WorldError:
             if lost is None:
                 raise
@@ -168,9 +196,7 @@ async def _publish_all(bus: Bus, world: World, publisher: WeightPublisher, direc
     receiver = Receiver(Blobs(bus))
     for version in range(VERSIONS):
         await world.call(SharingRank.become, version)
-        copied = await world.call(Rank.copy_weights)
-        tensors = await copied.arrived()
-        manifest = await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+        manifest = await _publish_one(world, publisher, version)
         await publisher.snapshots_written()
         assert (await receiver.advance(manifest)).digest() == expected_at(version).digest()
         fresh = await Receiver(Blobs(bus)).from_snapshot(publisher.latest)
@@ -178,6 +204,27 @@ async def _publish_all(bus: Bus, world: World, publisher: WeightPublisher, direc
     needed = {file_name(blob) for held in publisher._held.values() for blob in blobs_of(held)}
     await world.call(SharingRank.served_bytes)
     return Told(publisher.latest, await asyncio.to_thread(blobs_in, directory), needed)
+
+
+async def _overtake(world: World, publisher: WeightPublisher, directory: Path, store: HeldStore) -> Told:
+    """Publish a version whole while the snapshot of the one before is being written."""
+    for version in range(LOST_AT + 1):
+        await world.call(SharingRank.become, version)
+        await _publish_one(world, publisher, version)
+    await store.waits.wait()
+    await world.call(SharingRank.become_random)
+    await _publish_one(world, publisher, LOST_AT + 1)
+    assert not publisher.latest.deltas
+    store.overtaken.set()
+    await publisher.snapshots_written()
+    needed = {file_name(blob) for held in publisher._held.values() for blob in blobs_of(held)}
+    return Told(publisher.latest, await asyncio.to_thread(blobs_in, directory), needed)
+
+
+async def _publish_one(world: World, publisher: WeightPublisher, version: int) -> PolicyManifest:
+    copied = await world.call(Rank.copy_weights)
+    tensors = await copied.arrived()
+    return await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
 
 
 def blobs_in(directory: Path) -> set[str]:
@@ -197,6 +244,19 @@ async def test_receivers_take_from_each_rank_what_that_has(server: NatsServer, w
     assert told.files == told.needed, "old weights stay on some rank"
     sent = [int((tmp_path / f"sent-{rank}").read_text()) for rank in range(ranks)]
     assert max(sent) < 1.5 * sum(sent) / ranks, "rank 0 sends more than its share"
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+@pytest.mark.usefixtures("bus")
+async def test_a_snapshot_that_a_whole_version_overtakes_stays_on_no_rank(
+    server: NatsServer, worlds, tmp_path
+):
+    (tmp_path / "config.json").write_text("{}")
+    work = partial(publish, overtakes=True)
+    told, *_ = await asyncio.to_thread(worlds.run, 2, work, server.url, tmp_path)
+    assert told.manifest.snapshot_at == LOST_AT + 1
+    assert told.files == told.needed
 
 
 @pytest.mark.nats
