@@ -150,9 +150,7 @@ async def guarded(work: Coroutine[None, None, T], renewing: asyncio.Task[None]) 
     try:
         await asyncio.wait({task, renewing}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        await cancelled(task)
     if renewing.done():
         await renewing
     return await task

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from bus.connection import Bus, roles
-from bus.connection.roles import hold_role, pids_of
+from bus.connection.roles import guarded, hold_role, pids_of
 from bus.errors import ConfigError, FencedError
 from bus.messages import RoleHolder
 from bus.server.nats_server import NatsServer
@@ -226,3 +226,22 @@ async def test_role_is_left_though_its_renewal_misses_a_cancellation(bus: Bus, m
         async with hold_role(bus, "learner", "a"):
             await renews.wait()
     assert await holder(bus) is None
+
+
+async def test_work_of_a_lost_role_ends_though_it_misses_a_cancellation():
+    """As what waits for an answer of nats-py does, when that comes at the same moment."""
+    begun = asyncio.Event()
+
+    async def works() -> None:
+        with suppress(asyncio.CancelledError):
+            begun.set()
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async def fenced() -> None:
+        await begun.wait()
+        raise FencedError("another process took over")
+
+    async with asyncio.timeout(60):
+        with pytest.raises(FencedError):
+            await guarded(works(), asyncio.create_task(fenced()))
