@@ -13,6 +13,7 @@ from pathlib import Path
 from bus.errors import ConfigError
 from bus.process.child_process import ask_child, module_command
 from bus.process.host_limits import MemoryKills
+from launch.checks.model_remarks import model_remarks, transport_remark
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
 from launch.run_view.run_files import RunFiles
@@ -25,12 +26,13 @@ LIMIT_S = 300.0
 """Longest time of the question, which takes seconds: of the largest models a minute."""
 
 
-async def refuse_models(configs: Sequence[RunConfig]) -> None:
-    """Raise `ConfigError` for the first model that the learner would refuse; `configs` are those of the run's
-    policies. A model on another host is not seen from here: the learner refuses it when it loads it."""
+async def refuse_models(configs: Sequence[RunConfig]) -> list[str]:
+    """Return what `model_remarks` says; `configs` are those of the run's policies. Raises `ConfigError` as it
+    does, and for the first model that the learner would refuse. A model on another host is not seen from
+    here: the learner refuses it when it loads it."""
     seen = [here for config in configs if (here := _with_model_here(config)) is not None]
     if not seen:
-        return
+        return []
     kills = MemoryKills()
     asked = json.dumps([config.model_dump_json() for config in seen]).encode()
     try:
@@ -40,8 +42,9 @@ async def refuse_models(configs: Sequence[RunConfig]) -> None:
             f"model.path={seen[0].model.path}: it could not be told within {LIMIT_S:g} s whether the learner "
             "trains this model: is its config.json right?"
         ) from error
+    remarks: list[str] = []
     try:
-        problem = str(json.loads(told.answer))
+        problem, remarks = json.loads(told.answer)
     except ValueError:
         [last] = told.errors.strip().splitlines()[-1:] or ["it said nothing"]
         problem = (
@@ -51,6 +54,7 @@ async def refuse_models(configs: Sequence[RunConfig]) -> None:
         )
     if problem:
         raise ConfigError(problem)
+    return remarks
 
 
 def _with_model_here(config: RunConfig) -> RunConfig | None:
@@ -95,17 +99,21 @@ def refuse_model(config: RunConfig) -> None:
 
 
 def main() -> None:
-    """Write what is wrong with the models of the settings on standard input, as JSON; nothing is an empty
-    text. What the learner's code prints goes to the standard error."""
+    """Write what is wrong with the models of the settings on standard input, and what there is to say of
+    them, as JSON; where nothing is wrong, an empty text. What the learner's code prints goes to the standard
+    error."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    problem = ""
+    problem, remarks = "", list[str]()
     try:
-        for config in json.load(sys.stdin):
-            refuse_model(RunConfig.model_validate_json(config))
+        configs = [RunConfig.model_validate_json(config) for config in json.load(sys.stdin)]
+        for config in configs:
+            transport_remark(config)  # before the model is read: it may be too large
+            refuse_model(config)
+        remarks = model_remarks(configs)
     except ConfigError as error:
         problem = str(error)
-    print(json.dumps(problem), file=results, flush=True)
+    print(json.dumps([problem, remarks]), file=results, flush=True)
 
 
 if __name__ == "__main__":

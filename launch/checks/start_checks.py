@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from actors.environments.build import check_environment
 from actors.environments.prompt_choices import refuse_unknown_choices
@@ -20,15 +20,14 @@ from bus.messages import Prompt
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.work_progress import long_work
 from bus.server.nats_server import nats_binary
-from bus.topology import MIB
 from launch.checks.engine_check import refuse_no_sglang
 from launch.checks.model_check import refuse_models
+from launch.checks.model_remarks import model_remarks
 from launch.checks.resumption import finished
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import (
     model_directory,
     model_here,
-    model_on_disk,
     refuse_full_context,
     refuse_headless_model,
     refuse_other_angles,
@@ -44,67 +43,11 @@ from storage.built_in_tasks.generators import load_demonstrations
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
-from storage.model_files.model_reading import read_tokenizer
-from storage.model_files.weight_files import weight_files
 from storage.prompt_files.dataset import refuse_large
 from storage.prompt_files.pairs import load_pairs
 from storage.prompt_files.rows import read_rows
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
-
-
-def transport_remark(config: RunConfig) -> str:
-    """Say how large the published weights are and which transport carries them; nothing where the model's
-    files are not on this host, or cannot be read, of which whoever loads the model says what is wrong. The
-    learner is to run on this host.
-
-    Raises `ConfigError` for weights that are too large for the stream which is set for them."""
-    transport, stream_bytes = config.learner.publication.transport, config.bus.streams.weights_mib * MIB
-    if config.model.path is None:
-        return ""
-    from learner.model_directories.dtypes import published_dtype  # loads torch
-
-    model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-    item_bytes = published_dtype(config.learner, config.model).itemsize
-    try:
-        size = elements(model) * item_bytes
-    except (OSError, ValueError):
-        return ""
-    if not transport.fits(size, stream_bytes):
-        raise ConfigError(
-            f"learner.publication.transport.type={transport.type}: {size >> 20} MiB of weights are more than "
-            f"a fourth of bus.streams.weights_mib={config.bus.streams.weights_mib}, which holds several "
-            f"versions: {_remedy(config)}"
-        )
-    chosen = transport.chosen(size, stream_bytes)
-    reached = ", from the learner's host" if chosen.served_by_learner else ""
-    whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
-    return f"A snapshot of the weights{whose} has {size / 1e6:,.0f} MB and goes by {chosen.type}{reached}."
-
-
-def _remedy(config: RunConfig) -> str:
-    """Return what to set; a further policy's weights must outlive its learner, so HTTP does not serve."""
-    if config.trains == DEFAULT_POLICY:
-        return "set the type to auto, http or files"
-    return (
-        f"set policies.{config.trains}.learner.publication.transport.type=files, with a directory that all "
-        "hosts mount, or a larger bus.streams.weights_mib"
-    )
-
-
-def elements(model: Path) -> int:
-    """Return the number of elements of all weights in the safetensors files of a directory. Raises `OSError`
-    or `ValueError` where there are none, or one is not whole."""
-    from safetensors import SafetensorError, safe_open
-
-    total = 0
-    for name in weight_files(model):
-        try:
-            with safe_open(model / name, framework="numpy") as opened:
-                total += sum(prod(opened.get_slice(key).get_shape()) for key in opened.keys())  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{name} is damaged ({error})") from error
-    return total
 
 
 def scratch_tokens(prompt: Prompt) -> int:
@@ -139,26 +82,34 @@ def refuse_long_for_scratch(prompts: Iterable[Prompt], config: RunConfig) -> Non
             )
 
 
+class Checked(NamedTuple):
+    """What a start knows when it has checked everything."""
+
+    prompts: Prompts
+    of_models: list[str] | None
+    """What `model_remarks` says of the models of the run's policies; None where these were left out."""
+
+
 async def check_start(
     config: RunConfig, run: RunDirectory, *, own_bus: bool = False, models: bool = True
-) -> Prompts:
+) -> Checked:
     """Check what can be wrong before anything starts; prompts of a generated task are written into `run`.
-    Returns the prompts. `models=False` leaves out what the learner would refuse of models. Raises
-    `ConfigError` for the first thing that is wrong."""
+    `models=False` leaves out what the learner would refuse of models. Raises `ConfigError` for the first
+    thing that is wrong."""
     with long_work(f"checking what run {config.run!r} needs"):
         return await _checked(config, run, own_bus=own_bus, models=models)
 
 
-async def _checked(config: RunConfig, run: RunDirectory, *, own_bus: bool, models: bool) -> Prompts:
+async def _checked(config: RunConfig, run: RunDirectory, *, own_bus: bool, models: bool) -> Checked:
     if own_bus:
         nats_binary()  # raises where there is none to start
     refuse_nobody_rolls_out(config)
     await check_environment(config.actors)
     load_filter(config.actors.group_filter, config.actors.group_limits)
-    for one in _of_each_policy(config):
+    each = _of_each_policy(config)
+    for one in each:
         await asyncio.to_thread(_check_model, one)
-    if models:
-        await refuse_models(_of_each_policy(config))
+    of_models = await refuse_models(each) if models else None
     refuse_stray_node(config.actors.engine.servers)
     await asyncio.to_thread(refuse_no_sglang, config)
     refuse_missing(config.metrics)
@@ -169,7 +120,7 @@ async def _checked(config: RunConfig, run: RunDirectory, *, own_bus: bool, model
     for name, found in prompts.sets.items():
         refuse_unknown_choices(found, config.actors, where=f"evaluation.sets {name!r}")
     await _call_rewards(config, prompts)
-    return prompts
+    return Checked(prompts, of_models)
 
 
 def _prompts(config: RunConfig, run: RunDirectory) -> Prompts:
@@ -192,8 +143,8 @@ def _of_each_policy(config: RunConfig) -> list[RunConfig]:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuse a model directory, its context, head or angles, a transport for its weights, and demonstrations
-    that cannot be what they are to be."""
+    """Refuse a model directory, its context, head or angles, and demonstrations that cannot be what they are
+    to be."""
     where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
     if config.model.path is not None:
         run = RunDirectory(config.directory, config.run)
@@ -202,7 +153,6 @@ def _check_model(config: RunConfig) -> None:
     refuse_headless_model(config)
     refuse_other_angles(config)
     refuse_unfit_vision(config)
-    transport_remark(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load = load_pairs if config.warmup.loss.facts.of_pairs else load_demonstrations
         load(config.warmup.demonstrations)
@@ -228,24 +178,24 @@ async def rehearse_local(
     for one in _of_each_policy(config):
         refuse_bad_plugins(one.learner)
     with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
-        prompts = await check_start(
+        prompts, of_models = await check_start(
             config, RunDirectory(Path(scratch), config.run), own_bus=own_bus, models=models
         )
         if config.model.path is None and config.learner.steps:
             refuse_long_for_scratch(prompts.training, config)
         found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
         scores = sample_scores(prompts.training, config.actors) if config.learner.steps else []
-        return "\n".join([found, *scores, *start_remarks(config)])
+        return "\n".join([found, *scores, *start_remarks(config, of_models)])
 
 
-def start_remarks(config: RunConfig) -> list[str]:
-    """Say where records are not signed, with whose weights the run begins, and for each policy how its
-    weights travel, as `transport_remark` does, what its chats are like, as `chat_remark` does, and what of
-    its objective is set otherwise than in the papers that its parts are from."""
-    policies = list(_of_each_policy(config))
+def start_remarks(config: RunConfig, of_models: Iterable[str] | None = None) -> list[str]:
+    """Say where records are not signed, with whose weights the run begins, what `check_start` found of the
+    models, and what of each policy's objective is set otherwise than in the papers that its parts are from.
+    Where `check_start` left models out, this process looks at them, and loads torch."""
+    policies = _of_each_policy(config)
+    of_models = model_remarks(policies) if of_models is None else of_models
     different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
-    said = (remark(one) for remark in (transport_remark, chat_remark) for one in policies)
-    return [*filter(None, [unsigned_remark(config.bus), told_beginning(config), *said]), *different]
+    return [*filter(None, [unsigned_remark(config.bus), told_beginning(config), *of_models]), *different]
 
 
 def _of_policy(config: RunConfig, sentence: str) -> str:
@@ -298,24 +248,3 @@ def _refuse_live(config: RunConfig) -> str:
     if owner is None:
         return ""
     return f"; {lock.parent} belongs to {owner}, whose processes cannot be seen: it may be going on already"
-
-
-def chat_remark(config: RunConfig) -> str:
-    """Say by which tokens answers end and what names them, and how tool calls are read where an environment
-    has tools; nothing for a model that is not on this host. Raises `ConfigError` where no token ends an
-    answer, a file names what is no token, or no format reads the calls that the template writes."""
-    model = model_here(config.model.path, RunDirectory(config.directory, config.run))
-    if model is None:
-        return ""
-    from actors.policy.chat_format import ChatFormat  # not for help
-    from storage.chats.stop_tokens import stop_tokens
-
-    tokenizer = read_tokenizer(model)
-    whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
-    said = f"Answers{whose} end with {', '.join(map(str, stop_tokens(model, tokenizer)))}."
-    if not config.actors.offers_native_tools:
-        return said
-    calls = ChatFormat(tokenizer, config.actors.tool_calls).calls
-    calls.refuse_unread()
-    unseen = "" if calls.writes else "; the chat template itself writes none, and may not show tools"
-    return f"{said} Their tool calls are read as {calls.format}{unseen}."

@@ -190,7 +190,8 @@ async def try_model(
     if config.model.path is None and endpoint is None:
         raise ConfigError("launch try shows a model that exists: name one by --model.path, or by --url")
     with TemporaryDirectory(prefix="sluice-try-") as scratch:
-        prompts = await check_start(config, RunDirectory(Path(scratch), config.run), models=False)
+        run = RunDirectory(Path(scratch), config.run)
+        prompts, _ = await check_start(config, run, models=False)
         tasks = [
             Task.of(prompt, f"try-{number}", heldout=True)
             for number, prompt in enumerate(islice(prompts.training, count))

@@ -243,7 +243,7 @@ async def evaluate(
     refuse_other_policies(config)
     with directory_of_checkpoint(request.checkpoint, config) as found, TemporaryDirectory() as scratch:
         checked = _without_training(found)
-        prompts = await check_start(checked, RunDirectory(Path(scratch), found.run), models=False)
+        prompts, _ = await check_start(checked, RunDirectory(Path(scratch), found.run), models=False)
         sets = _sets(found, request, {HELD_OUT: prompts.heldout, **prompts.sets})
         name = "" if request.checkpoint is None else str(newest_checkpoint(request.checkpoint))
         identity = _identity(found, sets, name)

@@ -67,8 +67,8 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
     run.refuse_other_format()
     refuse_other_origin(config, run)
     calls = AlertCalls(config)
-    await check_start(config, run, own_bus=own_bus)
-    for remark in [*start_remarks(config), *(remarks(config, run) if run.exists else ())]:
+    checked = await check_start(config, run, own_bus=own_bus)
+    for remark in [*start_remarks(config, checked.of_models), *(remarks(config, run) if run.exists else ())]:
         console.print(remark, soft_wrap=True, markup=False)
     console.print(dashboard_hint(config), soft_wrap=True)
     patience_s = max(LEARNER_DRAIN_S, _actors_drain_s(config))

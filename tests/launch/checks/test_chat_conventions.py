@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from launch.checks.start_checks import chat_remark
+from launch.checks.model_remarks import chat_remark
 from launch.settings.run_config import resolve
 from tests.published_chats import CHATS, tokenizer_of_chat
 

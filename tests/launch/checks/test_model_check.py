@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bus.errors import ConfigError
 from launch.checks import memory_check
 from launch.checks.model_check import refuse_model, refuse_models
+from launch.checks.model_remarks import model_remarks
 from launch.settings.run_config import resolve
 from learner.backends.suitability import refuse_untrainable
 from learner.config.model import ModelConfig
@@ -243,7 +244,9 @@ def test_the_reference_of_a_run_on_pairs_counts_as_memory(backend: str, model: P
 @pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_process_that_looks_tells_what_is_wrong_and_a_killed_one_is_named(model: Path, monkeypatch):
-    await refuse_models([settings(model)])
+    said = await refuse_models([settings(model)])
+    assert said == model_remarks([settings(model)])
+    assert [remark.split()[0] for remark in said] == ["A", "Answers"]
     changed(model / "config.json", num_attention_heads=3)
     with pytest.raises(ConfigError, match=r"do not fit|must divide|divisible"):
         await refuse_models([settings(model)])

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from bus.errors import BusAwayError, ConfigError
 from bus.messages import Prompt
 from bus.server.nats_server import NatsServer, free_port
-from launch.checks.start_checks import rehearse_local, rehearse_storage, scratch_tokens, transport_remark
+from launch.checks.model_remarks import transport_remark
+from launch.checks.start_checks import rehearse_local, rehearse_storage, scratch_tokens
 from launch.local.local import run_local
 from launch.services.storage import serve_storage
 from launch.settings.run_config import resolve
@@ -116,7 +117,7 @@ def model_of(directory: Path, elements: int) -> Path:
     return directory
 
 
-async def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(
+def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small_stream = {"bus": {"streams": {"weights_mib": 16}}}
@@ -130,7 +131,7 @@ async def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(
     named = {"learner": {"publication": {"transport": {"type": "bus"}}}}
     config = resolve({**small(tmp_path), **small_stream, **named, "model": {"path": too_large}})
     with pytest.raises(ConfigError, match=r"=bus: 8 MiB of weights .* fourth of bus.streams.weights_mib=16"):
-        await rehearse_local(config, STOP, own_bus=True)
+        transport_remark(config)
 
 
 async def test_another_users_run_may_be_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
