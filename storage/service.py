@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import nats.errors
@@ -43,6 +42,7 @@ from storage.prompts.length_check import (
     check_measured_prompts,
     check_prompt_lengths,
     lengths_exceeded,
+    once,
 )
 from storage.prompts.run_prompts import Prompts, read_prompts
 from storage.prompts.sampler import PickedPrompts, load_sampler
@@ -117,9 +117,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             await asyncio.to_thread(check_measured_prompts, prompts.measured, settings.model)
         refuses = settings.rolls_out and settings.data.long_prompts == "refuse"
         if refuses and settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
-            longest = settings.max_new_tokens
-            check = partial(check_prompt_lengths, prompts.training, settings.model, max_new_tokens=longest)
-            await asyncio.to_thread(check)
+            await once(check_prompt_lengths, prompts.training, settings.model, settings.max_new_tokens)
         records = OwnRecords(bus)
         await _claim_streams(bus, records, ledger, settings.run)
         await _withdraw_other(bus, settings.config_json)

@@ -62,6 +62,10 @@ class StoredPrompts(Sequence[Prompt]):
         self._file = os.open(path, os.O_RDONLY)  # prompts stay there though the name should go
         weakref.finalize(self, os.close, self._file)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Have another process of this host open the file."""
+        return StoredPrompts, (self.path, self.digest, self._offsets, self.largest_bytes)
+
     def __len__(self) -> int:
         return len(self._offsets) - 1
 

@@ -1,18 +1,20 @@
 """Finds, before the first lease, the prompts that are too long for the model."""
 
 import asyncio
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.images import PlacedImage
 from bus.messages import BlobRef, ModelFiles, Prompt
+from bus.process.called_apart import called_apart
 from bus.streams.blob_store import get_blob
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 BATCH = 1024
 TEMPLATE_REMEDY = "change the prompt, or the template in the model's directory"
+LIMIT_S = 3600.0
+"""Longest time of a check, which takes a minute for a million prompts."""
+T = TypeVar("T")
+Called = Callable[..., Awaitable[Any]]
+"""Calls a check beside the event loop: `once` or `again`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +51,41 @@ class LongPrompt:
     """What is wrong with the prompt and what to do, for a human."""
 
 
-async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int) -> None:
+async def once(check: Callable[..., T], *arguments: object) -> T:
+    """Return what a check of prompts returns which a process does once, when it begins.
+
+    Another process does it, unless transformers is loaded here anyway: transformers and torch would take a
+    third of a gigabyte of a storage that lives for weeks."""
+    if "transformers" in sys.modules:
+        return await asyncio.to_thread(check, *arguments)
+    return await called_apart(check, *arguments, limit_s=LIMIT_S, what="the check of the prompts")
+
+
+async def again(check: Callable[..., T], *arguments: object) -> T:
+    """Return what a check of prompts returns that come while a run goes on: others may follow soon."""
+    return await asyncio.to_thread(check, *arguments)
+
+
+async def check_lengths(
+    bus: Bus, model: BlobRef, prompts: Sequence[Prompt], *, max_new_tokens: int, called: Called = once
+) -> None:
     """Do `check_prompt_lengths` with the model files on the bus. Raises `BusError` when they are gone."""
     async with _files(bus, model) as directory:
-        await asyncio.to_thread(check_prompt_lengths, prompts, directory, max_new_tokens=max_new_tokens)
+        await called(check_prompt_lengths, prompts, directory, max_new_tokens)
 
 
 async def lengths_exceeded(
-    bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int
+    bus: Bus, model: BlobRef, prompts: Sequence[Prompt], *, max_new_tokens: int, called: Called = once
 ) -> list[int]:
     """Return the numbers of `long_prompts`, with the model files on the bus. Raises `BusError` when these are
     gone."""
     async with _files(bus, model) as directory:
-        return await asyncio.to_thread(
-            lambda: [one.index for one in long_prompts(prompts, directory, max_new_tokens=max_new_tokens)]
-        )
+        found: list[int] = await called(_numbers_of_long, prompts, directory, max_new_tokens)
+        return found
+
+
+def _numbers_of_long(prompts: Iterable[Prompt], model_directory: Path, max_new_tokens: int) -> list[int]:
+    return [one.index for one in long_prompts(prompts, model_directory, max_new_tokens=max_new_tokens)]
 
 
 async def check_measured(bus: Bus, model: BlobRef, measured: Mapping[str, Sequence[Prompt]]) -> None:
@@ -91,7 +118,7 @@ def _with_texts(prompt: Prompt, images: ImageChat | None) -> tuple[list[Json], l
     return inlined(chat, images)
 
 
-def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int) -> None:
+def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, max_new_tokens: int) -> None:
     """Raise `ConfigError` for the first prompt that leaves no room for `max_new_tokens` in the context, or
     that the model's chat template refuses."""
     for found in long_prompts(prompts, model_directory, max_new_tokens=max_new_tokens):

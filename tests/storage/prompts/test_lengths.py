@@ -1,5 +1,6 @@
 """Prompts against a model's context, with a real tokenizer and a real configuration."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from transformers import AddedToken, Qwen3Config
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from learner.initial.scratch_model import character_tokenizer
+from storage.prompt_files.stored_prompts import store_prompts
 from storage.prompts import length_check as lengths
-from storage.prompts.length_check import check_prompt_lengths, long_prompts
+from storage.prompts.length_check import check_prompt_lengths, long_prompts, once
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +89,15 @@ def test_template_that_is_missing_is_said_so(model, tmp_path):
     Qwen3Config(max_position_embeddings=32).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no chat template.*: take the instruction-tuned"):
         check_prompt_lengths([Prompt(content="x")], tmp_path, max_new_tokens=1)
+
+
+@pytest.mark.slow
+async def test_a_process_without_transformers_has_another_one_check_and_stays_so(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.delitem(sys.modules, "transformers")
+    prompts = store_prompts([Prompt(content="short"), Prompt(content="y" * 21)], tmp_path)
+    await once(check_prompt_lengths, prompts, model, 9)
+    with pytest.raises(ConfigError, match="prompt 2 has 23 tokens"):
+        await once(check_prompt_lengths, prompts, model, 10)
+    assert "transformers" not in sys.modules
