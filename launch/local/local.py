@@ -19,7 +19,7 @@ from bus.connection.status import peak_rss_bytes
 from bus.errors import SchemaError
 from bus.messages import RunRecord
 from bus.process.child_process import module_command
-from bus.server.nats_server import free_port
+from bus.server.nats_server import free_port, listens
 from bus.waiting import set_within
 from launch.checks.resumption import finished, remarks, stage_of
 from launch.checks.start_checks import check_start, start_remarks
@@ -125,7 +125,8 @@ async def _parts(
         if own_bus:
             port = int(config.bus.url.rpartition(":")[2])
             await supervisor.start(
-                _with_variables(config, _bus_part(config, run, port)), ready=partial(_listens, port)
+                _with_variables(config, _bus_part(config, run, port)),
+                ready=partial(_bus_listens, supervisor, port),
             )
         async with AsyncExitStack() as opened:
             each = (config, *(policy_config(config, name) for name in config.policies))
@@ -257,13 +258,14 @@ def _command(*arguments: str) -> tuple[str, ...]:
     return module_command("launch", *arguments)
 
 
-async def _listens(port: int) -> bool:
+async def _bus_listens(supervisor: Supervisor, port: int) -> bool:
+    """Return whether the bus's own nats-server accepts connections: another may have taken the port."""
     try:
-        _, writer = await asyncio.open_connection(HOST, port)
-    except OSError:
+        pids = supervisor.pids("bus")
+        servers = [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
         return False
-    writer.close()
-    return True
+    return any(listens(server.pid, port) for server in servers)
 
 
 async def _watch_host(
