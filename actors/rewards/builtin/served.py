@@ -194,7 +194,7 @@ class Judge:
         usage = reply.get("usage") if isinstance(reply, Mapping) else None
         used = usage.get("total_tokens") if isinstance(usage, Mapping) else None
         most = self._config.max_total_tokens
-        if isinstance(used, int):
+        if isinstance(used, int) and used >= 0:
             self.tokens += used
         elif most is not None:
             raise RewardError("reward judge: the endpoint counts no tokens: leave out judge.max_total_tokens")

@@ -288,6 +288,9 @@ async def test_a_budget_of_tokens_is_counted_by_the_endpoint():
         with pytest.raises(BudgetSpentError, match=r"judge\.max_total_tokens=100"):
             await scorer.score(answer())
         assert len(server.bodies) == 2
+    async with judge(lambda *_: verdict("Score: 5", tokens=-60), max_total_tokens=100) as (_, scorer):
+        with pytest.raises(RewardError, match="counts no tokens"):
+            await scorer.score(answer())
     async with judge(json({"choices": [{"message": {"content": "Score: 5"}}]}), max_total_tokens=9) as (_, s):
         with pytest.raises(RewardError, match="counts no tokens"):
             await s.score(answer())

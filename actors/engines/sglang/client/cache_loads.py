@@ -46,6 +46,8 @@ def read_loads(answer: Json, reading: int) -> KvTokens | None:
         used = sum(int(load["num_used_tokens"]) for load in loads)
         waiting = sum(int(load.get("num_waiting_uncached_tokens") or 0) for load in loads)
         capacity = sum(int(load["max_total_num_tokens"]) for load in loads)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # the last for infinity
         return None
-    return KvTokens(used + waiting, capacity, shares_prefixes=True, reading=reading) if capacity > 0 else None
+    if capacity <= 0 or min(used, waiting) < 0:
+        return None
+    return KvTokens(used + waiting, capacity, shares_prefixes=True, reading=reading)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from math import inf
 
 import pytest
 import torch
@@ -316,7 +317,13 @@ async def test_server_that_does_not_tell_how_full_it_is_leaves_it_open(server, a
     await engine.close()
 
 
-@pytest.mark.parametrize("said", [{}, {"loads": None}, {"loads": [{}]}, {"loads": [7]}, {"loads": []}])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {}, {"loads": None}, {"loads": [{}]}, {"loads": [7]}, {"loads": []},
+        *({"loads": [{"num_used_tokens": used, "max_total_num_tokens": 9}]} for used in (-5, inf)),
+    ],
+)  # fmt: skip
 def test_loads_that_say_nothing_of_use_are_none(said):
     assert cache_loads.read_loads(said, 1) is None
 
