@@ -87,10 +87,10 @@ class EvaluationResult(Message, tag="evaluation_result"):
     greedy: float
     prompts: int
     seconds: float
-    oldest_version: int | None = None
-    """Oldest version that sampled a token of the answers; None means `policy_version`."""
-    newest_version: int | None = None
-    """Newest version that did; None means `policy_version`."""
+    oldest_version: int
+    """Oldest version that sampled a token of the answers."""
+    newest_version: int
+    """Newest version that sampled a token of the answers."""
     failed: int = 0
     """Number of failed rollouts, of all samples and the greedy answer of each prompt; no mean counts them."""
     data_set: str = ""
@@ -103,8 +103,7 @@ class EvaluationResult(Message, tag="evaluation_result"):
     @property
     def drawn_by(self) -> tuple[int, int]:
         """Oldest and newest version that sampled a token of the answers."""
-        oldest = self.policy_version if self.oldest_version is None else self.oldest_version
-        return oldest, self.policy_version if self.newest_version is None else self.newest_version
+        return self.oldest_version, self.newest_version
 
     def check(self) -> None:
         """Raise `SchemaError` for versions out of order, for one older than was asked for, and for more

@@ -123,10 +123,8 @@ def step_of(record: Record) -> Step:
 
 def evaluation_of(record: Record) -> Evaluation:
     """Return the evaluation that a line is of; `data_set` of the line names what was measured."""
-    version = integer(record, "policy_version")
-    record = {"oldest_version": version, "newest_version": version} | record  # older builds say neither
     return Evaluation(
-        policy_version=version,
+        policy_version=integer(record, "policy_version"),
         time_s=number(record, "time_s"),
         sampled=number(record, "sampled"),
         greedy=number(record, "greedy"),

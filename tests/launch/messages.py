@@ -112,11 +112,12 @@ def metrics(step, *, reward=0.5, time_s=None, stage="rl", **values: Json) -> Met
 
 
 def evaluation(
-    version, sampled, greedy=None, *, drawn_by=(None, None), failed=0, data_set="", scores=()
+    version, sampled, greedy=None, *, drawn_by=None, failed=0, data_set="", scores=()
 ) -> EvaluationResult:
     greedy = sampled if greedy is None else greedy
+    oldest, newest = drawn_by or (version, version)
     return EvaluationResult(
         policy_version=version, incarnation="a", sampled=sampled, greedy=greedy, prompts=200, seconds=3.0,
-        oldest_version=drawn_by[0], newest_version=drawn_by[1], failed=failed,
+        oldest_version=oldest, newest_version=newest, failed=failed,
         data_set=data_set, scores=dict(scores),
     )  # fmt: skip

@@ -23,7 +23,9 @@ def record(directory: Path, name: str, *, rewards: list[float], stage: str = "rl
         }
         for step, reward in enumerate(rewards, start=1)
     ]  # fmt: skip
-    rows.append({"kind": "evaluation", "policy_version": len(rewards) + 1, "sampled": 0.5, "greedy": 0.6})
+    newest = len(rewards) + 1
+    versions = dict.fromkeys(("policy_version", "oldest_version", "newest_version"), newest)
+    rows.append({"kind": "evaluation", "sampled": 0.5, "greedy": 0.6, **versions})
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     progress = {"stage": stage, "step": len(rewards), "policy_version": len(rewards) + 1}
     (run.path / "progress.json").write_text(json.dumps(progress))

@@ -20,7 +20,7 @@ from launch.run_view.history import History
 from launch.run_view.monitor import RunMonitor, watch
 from launch.screens.terminal_view import News
 from storage.disk.run_directory import RunDirectory
-from storage.metrics.records import append_records, evaluation_record, metrics_record, read_records
+from storage.metrics.records import append_records, metrics_record, read_records
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
 
@@ -265,14 +265,6 @@ async def publish(bus: Bus, *events: Metrics | EvaluationResult) -> None:
         token = "metrics" if isinstance(event, Metrics) else "evaluation"
         name = f"{token}-{event.step if isinstance(event, Metrics) else event.policy_version}"
         await Publisher(bus).publish(bus.subject("events", token), encode(event), message_id=name)
-
-
-def test_an_evaluation_that_an_older_build_wrote_was_drawn_by_its_version_alone():
-    line = evaluation_record(evaluation(3, 0.7), step=2, time_s=0.0)
-    del line["oldest_version"], line["newest_version"], line["failed"]
-    found = History([line]).evaluations[3]
-    assert found.exact
-    assert found.failed == 0
 
 
 @pytest.mark.nats

@@ -8,6 +8,7 @@ from learner.run.checkpointing import BestCheckpoint
 def result(version: int, sampled: float = 0.0, data_set: str = "", **scores: float) -> EvaluationResult:
     return EvaluationResult(
         policy_version=version, incarnation="one", sampled=sampled, greedy=1.0, prompts=2, seconds=1.0,
+        oldest_version=version, newest_version=version,
         data_set=data_set, scores={name.replace("_at_", "@"): value for name, value in scores.items()},
     )  # fmt: skip
 

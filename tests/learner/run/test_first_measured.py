@@ -30,6 +30,7 @@ async def test_no_step_is_trained_before_engines_that_would_take_its_weights_hav
             result = EvaluationResult(
                 policy_version=policy.policy_version, incarnation=policy.incarnation,
                 sampled=0.5, greedy=0.5, prompts=2, seconds=1.0,
+                oldest_version=policy.policy_version, newest_version=policy.policy_version,
             )  # fmt: skip
             await Publisher(bus).publish(
                 bus.subject("events", "evaluation"), encode(result), message_id=f"{policy.policy_version}"

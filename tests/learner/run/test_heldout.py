@@ -26,7 +26,7 @@ def manifest(version: int) -> PolicyManifest:
 def answer(version: int, incarnation: str = "one", drawn_by: int | None = None) -> EvaluationResult:
     return EvaluationResult(
         policy_version=version, incarnation=incarnation, sampled=0.5, greedy=1.0, prompts=2, seconds=1.0,
-        oldest_version=drawn_by, newest_version=drawn_by,
+        oldest_version=drawn_by or version, newest_version=drawn_by or version,
     )  # fmt: skip
 
 

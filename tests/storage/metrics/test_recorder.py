@@ -76,13 +76,24 @@ async def test_events_are_recorded_with_nobody_watching(bus: Bus, run: RunDirect
     await step(bus, 1)
     await counters(bus, 7)
     result = EvaluationResult(
-        policy_version=5, incarnation="a", sampled=0.7, greedy=0.8, prompts=2, seconds=1.0, failed=1
-    )
+        policy_version=5, incarnation="a", sampled=0.7, greedy=0.8, prompts=2, seconds=1.0, failed=1,
+        oldest_version=5, newest_version=5,
+    )  # fmt: skip
     await Publisher(bus).publish(bus.subject("events", "evaluation"), encode(result), message_id="e5")
     await record_what_is_there(bus, run, [sink])
     await Publisher(bus).publish(
         bus.subject("events", "evaluation"),
-        encode(replace(result, policy_version=4, data_set="aime", samples=4, scores={"pass@4": 0.75})),
+        encode(
+            replace(
+                result,
+                policy_version=4,
+                oldest_version=4,
+                newest_version=4,
+                data_set="aime",
+                samples=4,
+                scores={"pass@4": 0.75},
+            )
+        ),
         message_id="e4",
     )
     await record_what_is_there(bus, run, [sink])
