@@ -50,10 +50,17 @@ def test_gradients_are_those_of_the_separate_operations(normed):
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_values_are_not_copied():
-    mixed, *rest = inputs()
-    value = split_heads(mixed, *rest)[2]
-    assert value.untyped_storage().data_ptr() == mixed.untyped_storage().data_ptr()
+@pytest.mark.parametrize("normed", [True, False])
+def test_what_heads_are_made_of_stays_where_the_gradient_of_norms_needs_it(normed):
+    mixed, *rest = inputs(normed=normed)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(place(x)) or x, lambda x: x):
+        value = split_heads(mixed, *rest)[2]
+    assert [place(mixed) in kept, place(value) == place(mixed)] == [normed, normed]
+
+
+def place(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def test_in_bfloat16_all_is_rounded_once():

@@ -28,7 +28,8 @@ def split_heads(
     rotation: Sequence[Tensor],
     settings: HeadSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into queries [T, heads, d], keys and values [T, groups, d]; the values share memory with `mixed`.
+    """Split into queries [T, heads, d], keys and values [T, groups, d]; the values may share memory with
+    `mixed`.
 
     Args:
         mixed: [T, 1, groups * (heads / groups + 2) * d], each group's queries, its key and its value.
@@ -51,20 +52,25 @@ class _SplitHeads(torch.autograd.Function):
         sin: Tensor,
         settings: HeadSettings,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin)
-        ctx.settings = settings
+        ctx.settings, ctx.shape = settings, mixed.shape
         heads = heads_by_group(mixed, settings)
         forward = kernels.split_heads if mixed.is_cuda else _split
         query, key = forward(heads, query_weight, key_weight, cos, sin, settings.eps)
-        return query, key, heads[:, :, -1]
+        # The gradient of no norms needs no heads, which would stay for the sake of the values alone.
+        is_needed = mixed.is_cuda or query_weight is not None
+        ctx.save_for_backward(mixed if is_needed else None, query_weight, key_weight, cos, sin)
+        values = heads[:, :, -1]
+        return query, key, values if is_needed else values.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, cos, sin = ctx.saved_tensors
+        if mixed is None:
+            mixed = grads[0].new_empty(ctx.shape)
         heads = heads_by_group(mixed, ctx.settings)
         backward = kernels.join_heads if mixed.is_cuda else _join
         grad, *of_weights = backward(heads, query_weight, key_weight, cos, sin, ctx.settings.eps, *grads)
-        return grad.view_as(mixed), *of_weights, None, None, None
+        return grad.view(ctx.shape), *of_weights, None, None, None
 
 
 def heads_by_group(mixed: Tensor, settings: HeadSettings) -> Tensor:
