@@ -98,14 +98,7 @@ async def bench_swarm(*, receivers: int, size_mb: int, rounds: int, kills: int) 
 
 
 async def kill_at_random(
-    bus: Bus,
-    store: HttpBlobs,
-    *,
-    receivers: int,
-    size_bytes: int,
-    kills: int,
-    longest_s: float,
-    seed: int = 0,
+    bus: Bus, store: HttpBlobs, *, receivers: int, size_bytes: int, kills: int, longest_s: float
 ) -> float:
     """Kill a process within `longest_s` of its transfer, and start another in its place, so many times.
 
