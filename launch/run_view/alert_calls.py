@@ -84,11 +84,11 @@ class AlertCalls:
                     await child.wait()
             said.seek(0)
             text = said.read().decode(errors="replace").strip()[-SHOWN:]
-        return f"it ended with status {child.returncode}: {text}" if child.returncode else ""
+        return f"the command ended with status {child.returncode}: {text}" if child.returncode else ""
 
     async def _post(self, url: str, event: dict[str, str | int]) -> str:
         async with aiohttp.ClientSession() as client, client.post(url, json=event) as answer:
-            return "" if answer.ok else f"it answered with status {answer.status}"
+            return "" if answer.ok else f"the server answered with status {answer.status}"
 
     async def watch_learner(self, bus: Bus, stop: asyncio.Event) -> None:
         """Hear the learner of a run that no screen shows here, and `watch` it."""
@@ -177,7 +177,7 @@ async def _within_limit(what: str, call: Awaitable[str], state: str) -> None:
         async with asyncio.timeout(LIMIT_S):
             problem = await call
     except TimeoutError:
-        problem = f"it took longer than {LIMIT_S:g} s"
+        problem = f"the call took longer than {LIMIT_S:g} s"
     except (OSError, ValueError, aiohttp.ClientError) as error:  # a host name may be none
         problem = str(error) or type(error).__name__
     if problem:

@@ -203,7 +203,7 @@ class Member:
                 async with asyncio.timeout(self._config.drain_timeout_s):
                     await self._life.engine.abort(request_id)
             except (EngineError, TimeoutError) as error:
-                self.fail(f"it did not abort {request_id}: {error!r}")
+                self.fail(f"the engine did not abort {request_id}: {error!r}")
 
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]]
@@ -252,7 +252,7 @@ class Member:
             # An engine of any kind may raise anything here. It concerns this engine alone: `fail` logs it,
             # has the engine closed and another one built, and the device is free afterwards.
             except Exception as error:  # noqa: BLE001
-                self.fail(f"it did not free its device: {error!r}", of_requests=False)
+                self.fail(f"the engine did not free its device: {error!r}", of_requests=False)
         if self.state != "released" or self._out.is_set():
             await life.gone.wait()  # taking the engine down bounds this
 
@@ -270,7 +270,7 @@ class Member:
         # An engine of any kind may raise anything here, which must not keep the others from resuming:
         # `fail` logs it and has the engine built again.
         except Exception as error:  # noqa: BLE001
-            self.fail(f"it did not take its device back: {error!r}", of_requests=False)
+            self.fail(f"the engine did not take its device back: {error!r}", of_requests=False)
         finally:
             self.released = False
             self._device.release()
@@ -370,7 +370,7 @@ class Member:
     async def _watch(self) -> None:
         """Return when the engine must leave service; look at its health now and then."""
         life = self._life
-        assert life is not None, "it was brought up"
+        assert life is not None, "the engine was brought up"
         while not await set_within(self._out, self._config.health_period_s):
             await self._check_health(life)
             self._changed()  # the cache may have emptied while no request ended
@@ -403,7 +403,7 @@ class Member:
                 await self.abort(request.request_id)
                 await first(task, life.gone, self._config.drain_timeout_s)
                 if not task.done():
-                    self.fail(f"it goes on with {request.request_id} though that was aborted")
+                    self.fail(f"the engine goes on with {request.request_id} though that was aborted")
                     await life.gone.wait()  # `_take_down` bounds this
             piece = sound(request, task.result()) if task.done() else NOTHING
             life.errors = 0
@@ -421,7 +421,7 @@ class Member:
                 task.add_done_callback(partial(self._ended, life))
                 await asyncio.wait([task], timeout=0 if life.gone.is_set() else self._config.drain_timeout_s)
                 if not task.done() and life is self._life:
-                    self.fail(f"it goes on with {request.request_id} though that was cancelled")
+                    self.fail(f"the engine goes on with {request.request_id} though that was cancelled")
 
     async def _take_down(self) -> None:
         life = self._life

@@ -235,7 +235,7 @@ class SglangEngine:
             self._check()
             if self._config.update == "group" or self._updates is not None:
                 which = "adapters" if self._updates else "weights from the learner"
-                raise EngineError(f"it has {which}, which it could not take back from here")
+                raise EngineError(f"the server has {which}, which it could not take back from here")
             self.policies.shut()
             self._released = True
             await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
@@ -336,7 +336,7 @@ class SglangEngine:
             raise
         except AdapterMissingError as error:
             self.in_progress.abandon(flight)
-            await self._fail(f"it has lost an adapter, as a server that was started again: {error}")
+            await self._fail(f"the server has lost an adapter, as one that was started again: {error}")
             raise self._interrupted(flight, self.failure) from error
         except OtherWeightsError as error:
             self.in_progress.disown()
@@ -395,7 +395,7 @@ class SglangEngine:
             result = await doing
         except EngineError as error:
             died = isinstance(error, UnreachableError) and await self._server.ended(within_s=DYING_S)
-            await self._fail(f"it did not {what}: {died or error}")
+            await self._fail(f"the server did not {what}: {died or error}")
             raise EngineError(self._stopped()) from error
         self._check()
         return result
@@ -407,7 +407,7 @@ class SglangEngine:
 
     def _watching_ended(self, watcher: asyncio.Task[None]) -> None:
         if not watcher.cancelled() and (error := watcher.exception()):
-            self._stop_for_good(f"its server is watched no more: {error!r}")
+            self._stop_for_good(f"the server is watched no more: {error!r}")
 
     async def _fail(self, reason: str) -> None:
         if not self.failure:

@@ -101,7 +101,7 @@ class GuestEngine:
         """End the policy's requests, which raise EngineError; the server goes on."""
         if self._policy is not None:
             self._policy.leave()
-            self._host.in_progress.fail("its policy is served no more", policy=self._policy)
+            self._host.in_progress.fail("the policy is served no more", policy=self._policy)
         self._closed = True
 
     def _here(self) -> ServedPolicy:

@@ -199,11 +199,11 @@ async def test_a_url_gets_the_same_and_a_call_that_fails_is_logged(tmp_path: Pat
         await AlertCalls(noting(tmp_path / "b", sleep_s=60)).tell("failed", "x", 0)
     assert [(one["state"], one["step"]) for one in posted] == [("lost", 3)] * 2
     reasons = [one["reason"] for one in logged if one["event"] == "alert_not_delivered"]
-    assert reasons[0] == "it answered with status 500"
+    assert reasons[0] == "the server answered with status 500"
     assert "127.0.0.1" in reasons[1]
-    assert reasons[2] == "it ended with status 1: no route"
+    assert reasons[2] == "the command ended with status 1: no route"
     assert "label empty" in reasons[3]
-    assert reasons[4:] == ["it took longer than 0.5 s"] * 2
+    assert reasons[4:] == ["the call took longer than 0.5 s"] * 2
 
 
 async def test_a_process_without_its_supervisor_tells_that_the_run_is_lost(tmp_path: Path, monkeypatch):

@@ -335,7 +335,7 @@ class HealthChecks:
                 self._well()
             elif not self._busy():
                 failed += 1
-        return f"it did not generate within {self._config.health_timeout_s:g} s, {FAILED_LOOKS} times"
+        return f"the server did not generate within {self._config.health_timeout_s:g} s, {FAILED_LOOKS} times"
 
     async def _ended_or_doubted(self) -> str:
         """Wait for the next look at the server: why it ended, or an empty string."""

@@ -175,7 +175,7 @@ async def test_a_policy_that_leaves_ends_its_own_requests_alone_and_may_come_aga
     theirs, ours = begun(rival, "theirs"), begun(own, "ours")
     await asked(server, 2)
     await rival.close()
-    with pytest.raises(EngineError, match="its policy is served no more"):
+    with pytest.raises(EngineError, match="the policy is served no more"):
         await asyncio.wait_for(theirs, TIMEOUT_S)
     with pytest.raises(EngineError, match="engine of policy 'rival' was not started, or is closed"):
         await rival.generate(None)

@@ -404,7 +404,7 @@ async def test_frozen_weights_that_come_slowly_leave_the_adapter_all_of_its_time
 async def test_an_engine_with_adapters_does_not_release_its_device(attach):
     engine = attach()
     await engine.start()
-    with pytest.raises(EngineError, match="it has adapters, which it could not take back from here"):
+    with pytest.raises(EngineError, match="the server has adapters, which it could not take back from here"):
         await engine.release()
 
 
