@@ -14,7 +14,7 @@ KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 SHARED_EXPERT = "shared_expert"
 """Where a layer is in an expert of all tokens: SGLang computes some of these with the other experts."""
 ROUTED_EXPERTS = "experts"
-"""Where those lie that a router chooses."""
+"""Where experts lie that a router chooses."""
 BESIDE_NEWEST = 1
 """The learner is a version ahead of the steps whose rollouts are under way."""
 BESIDE_OLDEST = 1

@@ -70,7 +70,7 @@ class ContainerBackend:
         self.left: set[str] = set()
         """Containers that could not be removed, as while the daemon starts again."""
         self._has_looked = False
-        """Whether it is known if the daemon holds containers to their limits."""
+        """Whether somebody has looked if the daemon holds containers to their limits."""
 
     async def start(
         self, image: str | None, limits: SandboxLimits, gateway: str | None = None

@@ -53,7 +53,7 @@ def python_directories(packages: Iterable[str]) -> list[str]:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Return those directories that exist, with what they link to, each once and none below another."""
+    """Return the directories that exist, with what they link to, each once and none below another."""
     there = [path for path in paths if Path(path).is_dir()]
     named = {*there, *(str(Path(path).resolve()) for path in there)}
     return sorted(path for path in named if not any(path.startswith(f"{other}/") for other in named))

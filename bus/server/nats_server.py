@@ -54,7 +54,7 @@ class ClusterMember:
     port: int
     """Port that the other servers reach it at."""
     peers: tuple[int, ...]
-    """Those ports of all servers."""
+    """Such ports of all servers."""
 
     def server_config(self, host: str) -> str:
         """Return the lines of the server's configuration."""

@@ -73,7 +73,7 @@ def unsigned_remark(bus: BusConfig) -> str:
 
 
 def _trusted(bus: Bus, config: RunConfig) -> bool:
-    """Return whether only those write the run's record who may decide what runs on this host."""
+    """Return whether nobody writes the run's record but who may decide what runs on this host."""
     url = bus.client.connected_url
     if bus.secured or config.allow.insecure or url is None:  # a secured bus: storage has signed the record
         return bus.secured or config.allow.insecure

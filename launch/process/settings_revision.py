@@ -71,7 +71,7 @@ async def refuse_unapplied(bus: Bus, config: RunConfig) -> None:
     for one in hearing:
         await one.unsubscribe()
     if "learner" not in alive and (holder := await living_holder(bus, "learner")) is not None:
-        alive["learner"] = f"the learner (process {holder.pid} on {holder.host})"  # it builds its model
+        alive["learner"] = f"the learner (process {holder.pid} on {holder.host})"  # still builds its model
     for role, source in alive.items():
         if settings := changed[role]:
             raise ConfigError(

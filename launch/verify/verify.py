@@ -70,7 +70,7 @@ async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Even
         try:
             connecting = Bus.connect(impatient, where.run, name="verify", stop=stop)
             bus = await stack.enter_async_context(connecting)
-        except SluiceError as error:  # it may be over with the run; or the credentials are wrong
+        except SluiceError as error:  # the bus may be over with the run; or the credentials are wrong
             silence = f"{NOT_ASKED}: {error}"
         found = await verified(run, lists, bus=bus)
         found.bus_silence = silence or found.bus_silence

@@ -344,7 +344,7 @@ class _Group:
     actors: dict[int, str] = field(default_factory=dict)
     """Actor of each engine, by the same."""
     heard_s: dict[int, float] = field(default_factory=dict)
-    """When it was heard last, by the monotonic clock."""
+    """When each engine was heard last, by the monotonic clock."""
     copy: SharedCopy | None = None
     """Offered, and not asked for yet."""
     ready: set[int] = field(default_factory=set)

@@ -206,7 +206,7 @@ def _without_images(trajectory: Trajectory) -> Trajectory:
 def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int:
     digest = xxhash.xxh3_64_intdigest(record)
     for array in arrays:
-        digest = xxhash.xxh3_64_intdigest(array, digest)  # type: ignore[arg-type]  # it is a buffer
+        digest = xxhash.xxh3_64_intdigest(array, digest)  # type: ignore[arg-type]  # an array is a buffer
     return digest
 
 

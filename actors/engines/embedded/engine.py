@@ -109,7 +109,7 @@ class EmbeddedEngine:
         except ConfigError:
             if policy_version >= 0:
                 raise
-            has_weights = False  # they come by `load_weights`
+            has_weights = False  # weights come by `load_weights`
         images = ImageReader.of(model_dir)
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}

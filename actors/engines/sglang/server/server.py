@@ -134,7 +134,7 @@ class ServerProcess:
             self._log_start = 0
 
     async def kill(self) -> None:
-        """End all of its processes at once: it keeps nothing that would be worth a farewell. Returns when
+        """End all processes of the server at once: no farewell would be worth the time. Returns when
         they are gone, since the next server needs the GPU memory that they held."""
         files = files_in_memory(self.pid)
         with suppress(ProcessLookupError):  # all processes have ended by themselves

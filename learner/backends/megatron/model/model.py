@@ -256,7 +256,7 @@ def _gate_settings(gate: Gate) -> dict[str, Any]:
     return {
         "gated_linear_unit": True,
         "activation_func": function,
-        # it keeps the two halves for the backward pass, and neither silu(gate) nor a copy of up
+        # The fusion keeps the two halves for the backward pass, and neither silu(gate) nor a copy of up.
         "bias_activation_fusion": gate == SILU,
         "glu_linear_offset": gate.offset,
         "activation_func_clamp_value": gate.limit,
