@@ -137,11 +137,11 @@ async def connect_slow_consumer(target: Target) -> None:
 
 
 async def kill_leader(target: Target) -> bool:
-    """Kill the server that leads the run's stream of trajectories; it starts again after a while.
+    """Kill the server that leads a stream of the run's trajectories; it starts again after a while.
 
     Returns whether there was one: other faults leave a cluster without a leader for some time."""
     async with target.servers.lock:
-        leader = await target.servers.leader(target.local.run.name)
+        leader = await target.servers.leader(target.local.run.name, target.stream())
         if leader is None:
             return False
         await _down(leader)

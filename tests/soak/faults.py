@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bus.topology import trajectories_streams
 from soak.clock import ShiftedClock
 from soak.local_run import LocalRun
 from soak.lost_with_bus import LostWithBus
@@ -30,6 +31,7 @@ class Target:
     """Shortest and longest time for which the bus is away."""
     random: random.Random
     account: LostWithBus
+    shards: int
     faults: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     """Promises that were seen broken at once."""
@@ -43,6 +45,10 @@ class Target:
     def server(self) -> Server:
         """Draw a server of the bus."""
         return self.random.choice(self.servers.servers)
+
+    def stream(self) -> str:
+        """Draw a stream of trajectories: each shard has its own."""
+        return self.random.choice(trajectories_streams(self.shards))
 
 
 @dataclass(frozen=True)

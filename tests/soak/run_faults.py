@@ -37,7 +37,7 @@ async def kill_part(target: Target) -> None:
 async def kill_after_ack(target: Target) -> None:
     """Kill storage just when it has acked trajectories: what it did not write before is lost."""
     await target.servers.on_ack(
-        target.local.run.name, ACK_PATIENCE_S,
+        target.local.run.name, target.stream(), ACK_PATIENCE_S,
         lambda: _kill(target, "storage", "killed storage after an ack"),
     )  # fmt: skip
 

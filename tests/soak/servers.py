@@ -139,14 +139,14 @@ class BusServers:
         finally:
             await cancelled(*tasks)
 
-    async def leader(self, run: str) -> Server | None:
-        """Return the server that leads the run's stream of trajectories; None when nobody says so in time."""
+    async def leader(self, run: str, stream: str) -> Server | None:
+        """Return the server that leads a stream of the run; None when nobody says so in time."""
         try:
             async with (
                 asyncio.timeout(LEADER_TIMEOUT_S),
                 Bus.connect(BusConfig(url=self.url), run, name="soak") as bus,
             ):
-                found = (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).cluster
+                found = (await bus.js.stream_info(bus.topology.stream(stream))).cluster
         except (OSError, NatsError, BusError):  # TimeoutError is an OSError
             return None
         number = (found.leader or "").removeprefix("n") if found is not None else ""
@@ -164,14 +164,14 @@ class BusServers:
             return None
         return found[0].pid if found is not None else None
 
-    async def on_ack(self, run: str, within_s: float, strike: Callable[[], None]) -> None:
-        """Call `strike` at the moment when storage acks trajectories, if it does so in time."""
+    async def on_ack(self, run: str, stream: str, within_s: float, strike: Callable[[], None]) -> None:
+        """Call `strike` at the moment when storage acks trajectories of a stream, if it does so in time."""
         try:
             async with (
                 asyncio.timeout(within_s),
                 Bus.connect(BusConfig(url=self.url), run, name="soak") as bus,
             ):
-                acks = await bus.client.subscribe(f"$JS.ACK.{bus.topology.stream('TRAJECTORIES')}.>")
+                acks = await bus.client.subscribe(f"$JS.ACK.{bus.topology.stream(stream)}.>")
                 async for message in acks.messages:
                     if message.data in ACKS:
                         strike()

@@ -140,7 +140,7 @@ async def _soaked(
     local = LocalRun(RunDirectory(disk, RUN), _settings(servers, clock))
     lost = LostWithBus(local.run, servers.url)
     draw = random.Random(plan.seed)
-    target = Target(local, servers, disk, disk_fills, clock, plan.outages_s, draw, lost)
+    target = Target(local, servers, disk, disk_fills, clock, plan.outages_s, draw, lost, SHARDS)
     try:
         async with servers.running():
             try:

@@ -1,5 +1,8 @@
 import asyncio
+import random
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 
 import nats
 import nats.errors
@@ -7,8 +10,10 @@ import pytest
 
 from bus.waiting import cancelled
 from soak import servers
+from soak.bus_faults import kill_leader
 from soak.disk import fill, small_disk
-from soak.faults import send_signal
+from soak.faults import Target, send_signal
+from soak.run_faults import kill_after_ack
 from soak.servers import BusServers, Server
 from tests.storage.serving import until
 
@@ -39,6 +44,27 @@ async def test_a_server_that_ends_gets_no_signal(tmp_path, monkeypatch):
         assert server.pid is None
     finally:
         await cancelled(keeping)
+
+
+async def test_faults_strike_at_the_stream_of_any_shard():
+    asked: set[str] = set()
+
+    async def on_ack(run: str, stream: str, *_: object) -> None:
+        asked.add(stream)
+
+    async def leader(run: str, stream: str) -> None:
+        asked.add(f"leader of {stream}")
+
+    target = SimpleNamespace(
+        local=SimpleNamespace(run=SimpleNamespace(name="x")), shards=2, random=random.Random(0),
+        servers=SimpleNamespace(on_ack=on_ack, leader=leader, lock=asyncio.Lock()),
+    )  # fmt: skip
+    target.stream = partial(Target.stream, target)
+    for _ in range(20):
+        await kill_after_ack(target)
+        assert not await kill_leader(target)
+    streams = {"TRAJECTORIES", "TRAJECTORIES-1"}
+    assert asked == streams | {f"leader of {stream}" for stream in streams}
 
 
 @pytest.mark.nightly
