@@ -85,9 +85,18 @@ async def joined(
     config = resolved(config_json)
     restrict_to_own(bus, config, overrides)
     bus.state.revision = revision_of(config_json)
+    if bus.state.following is not None:  # the process joins again
+        await cancelled(bus.state.following)
     following = follow_settings(bus, bus.state.role, config, resolved)
     bus.state.following = asyncio.create_task(following, name="follow the run's settings")
     return config
+
+
+async def are_announced(bus: Bus, where: RunConfig) -> bool:
+    """Return whether storage still announces the settings that this process joined by, in so far as it lives.
+
+    Ask before work begins that storage hears of: until then nothing keeps it from announcing others."""
+    return revision_of((await _announced(bus, where)).config_json) == bus.state.revision
 
 
 async def _announced(bus: Bus, where: RunConfig) -> RunRecord:

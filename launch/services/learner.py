@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from bus.connection.bus import Bus
-from bus.errors import ConfigError
+from bus.errors import BusAwayError, ConfigError
 from bus.process.process_tuning import no_collections
-from launch.process.run_connection import connected, joined
+from bus.waiting import unless
+from launch.process.run_connection import are_announced, connected, joined
 from launch.run_view.run_files import RunFiles, changed_settings, told_changes
 from launch.services.first_weights import first_model
 from launch.settings.run_config import RunConfig, policy_config
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 log = structlog.get_logger()
+OTHERS = "storage announced other settings before the model was to be built"
 
 
 async def serve_policy_learner(
@@ -47,20 +49,25 @@ async def serve_learner(
     """Run the run's learner, or one rank of it, until it is done or `stop`. Where the run wants several ranks
     and this is none of them, it returns at once what they are to be."""
     async with connected(where, "learner", stop) as bus:
-        config = await joined(bus, where, overrides, stop)
-        if config is None:
-            return None
-        bus.state.wait_for("its model and optimizer to be built")
-        world = config.learner.world
-        if world.processes * world.nodes > 1 and not is_rank:
-            return world
-        directory = RunDirectory(config.directory, config.run)
-        log.info("learner_starting", run=config.run)
-        await _train(bus, config, directory, stop)
+        while (config := await joined(bus, where, overrides, stop)) is not None:
+            bus.state.wait_for("its model and optimizer to be built")
+            world = config.learner.world
+            if world.processes * world.nodes > 1 and not is_rank:
+                return world
+            directory = RunDirectory(config.directory, config.run)
+            log.info("learner_starting", run=config.run)
+            if await _train(bus, where, config, directory, stop):
+                break
+            if is_rank:  # the others have to join again, too
+                raise BusAwayError(f"run {config.run!r}: {OTHERS}: start the learner again")
+            log.info("learner_joins_again", reason=OTHERS)
         return None
 
 
-async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
+async def _train(
+    bus: Bus, where: RunConfig, config: RunConfig, directory: RunDirectory, stop: asyncio.Event
+) -> bool:
+    """Train; return whether the settings were the run's still when its model was to be built."""
     with no_collections():
         from learner.run.service import run
 
@@ -72,11 +79,14 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
     settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)
     await asyncio.to_thread(say_streams, config, settings.model_directory)
+    if await unless(stop, are_announced(bus, where)) is False:
+        return False
     async with traced(config.metrics, run=config.run, role="learner"):
         progress = await run(bus, settings, demonstrations, stop, begin=record)
     if progress is not None:
         written = {"export": str(directory.export)} if progress.stage == "done" else {}
         log.info("learner_ends", stage=progress.stage, step=progress.step, **written)
+    return True
 
 
 def say_streams(config: RunConfig, model: Path) -> None:
