@@ -5,12 +5,18 @@ and tensors cost what they were measured to cost (docs/performance.md)."""
 
 import heapq
 import itertools
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bus.weight_requests import MOST_PARTS, PartsAsked
 from storage.weights import swarm
 from storage.weights.blob_parts import BLOCK_BYTES
 from storage.weights.part_tracker import FETCHED, HAD, LACKED, PartTracker
+
+PIECES = 8
+"""Pieces in which a server sends a part (`storage.weights.blob_http.PART_BYTES`)."""
 
 
 @dataclass(frozen=True)
@@ -23,42 +29,55 @@ class Machine:
     """Seconds of an event loop for a byte that it sends."""
     receiving_s: float = 0.0
     """The same of a byte that it receives; one loop of an actor does both."""
+    served_part_s: float = 0.0
+    """Seconds of an event loop for a part that it sends, beside those for its bytes."""
+    fetched_part_s: float = 0.0
+    """The same of a part that it receives, with the question where it is."""
     question_s: float = 0.0
     """Seconds of the learner's loop for a question where parts are."""
+    times_tracker: bool = False
+    """Whether a question also takes what the tracker takes here to answer it: it looks at all hosts."""
     digest_bytes_per_s: float = float("inf")
     """SHA-256 of one thread; parts are verified beside what comes next."""
+    ranks: int = 1
+    """Ranks of the learner, each with its share of a version, a server, a loop and a tracker."""
+    ranks_of_a_host: int = 1
+    """Ranks that share a link."""
 
-    @property
-    def learner_bytes_per_s(self) -> float:
-        """Return what the learner's server sends."""
-        return 1 / (1 / self.link_bytes_per_s + self.sending_s)
+    def sent_s(self, size_bytes: int) -> float:
+        """Return what a part takes of a rank's server."""
+        link_s = size_bytes * min(self.ranks, self.ranks_of_a_host) / self.link_bytes_per_s
+        return max(link_s, size_bytes * self.sending_s + self.served_part_s)
 
-    @property
-    def host_bytes_per_s(self) -> float:
-        """Return what an actor's server sends while as much comes in."""
-        return 1 / max(1 / self.link_bytes_per_s, self.sending_s + self.receiving_s)
+    def fetched_s(self, size_bytes: int) -> float:
+        """Return what a part takes of an actor that receives it, whose share of time is one rank's."""
+        loop_s = size_bytes * self.receiving_s + self.fetched_part_s
+        return self.ranks * max(size_bytes / self.link_bytes_per_s, loop_s)
+
+    def passed_on_s(self, size_bytes: int) -> float:
+        """Return the same of one that sends a part while another comes in."""
+        loop_s = size_bytes * (self.sending_s + self.receiving_s) + self.served_part_s + self.fetched_part_s
+        return self.ranks * max(size_bytes / self.link_bytes_per_s, loop_s)
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A part on its way to a host."""
+
+    host: int
+    part: int
+    left_bytes: int
+    """Bytes that are still to be sent."""
 
 
 @dataclass(eq=False)
 class _Uplink:
-    """A server whose bandwidth its transfers share evenly."""
+    """A server, which sends pieces one after another, of each transfer in turn."""
 
-    bytes_per_s: float
-    left: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Bytes that are still to be sent, by host and part."""
-    at_s: float = 0.0
-    changes: int = 0
-
-    def advance(self, now: float) -> None:
-        """Send until now."""
-        if self.left:
-            each = (now - self.at_s) * self.bytes_per_s / len(self.left)
-            self.left = {one: size - each for one, size in self.left.items()}
-        self.at_s = now
-
-    def next_end(self) -> float:
-        """Return when the next transfer ends."""
-        return self.at_s + min(self.left.values()) * len(self.left) / self.bytes_per_s
+    takes_s: Callable[[int], float]
+    """What a part of a size takes."""
+    waiting: deque[_Transfer] = field(default_factory=deque)
+    """The first of them is being sent."""
 
 
 @dataclass(eq=False)
@@ -75,15 +94,21 @@ class _Host:
 
 
 class Swarm:
-    """Hosts that take one blob from each other and from the learner, by a clock of their own."""
+    """Hosts that take one blob from each other and from the learner, by a clock of their own.
 
-    def __init__(self, machine: Machine, hosts: int, size_bytes: int, parts: int) -> None:
-        self._machine, self._part_bytes = machine, size_bytes / parts
+    Ranks are alike, so one is simulated, to whose share hosts give an equal part of their links and loops."""
+
+    def __init__(self, machine: Machine, hosts: int, size_bytes: int, part_bytes: int) -> None:
+        """The blob has `size_bytes` in all ranks together."""
+        self._machine = machine
+        whole, rest = divmod(max(1, size_bytes // machine.ranks), part_bytes)
+        self._parts = [part_bytes] * whole + [rest] * (rest > 0)
+        self._piece_bytes = -(-part_bytes // PIECES)
         self._now, self._free_s = 0.0, 0.0
         self._tracker = PartTracker(lambda: self._now)
-        self._hosts = [_Host(bytearray([LACKED] * parts)) for _ in range(hosts)]
-        self._uplinks = {"": _Uplink(machine.learner_bytes_per_s)}
-        self._uplinks |= {_url(n): _Uplink(machine.host_bytes_per_s) for n in range(hosts)}
+        self._hosts = [_Host(bytearray([LACKED] * len(self._parts))) for _ in range(hosts)]
+        self._uplinks = {"": _Uplink(machine.sent_s)}
+        self._uplinks |= {_url(n): _Uplink(machine.passed_on_s) for n in range(hosts)}
         self._events: list[tuple[float, int, str, object]] = []
         self._order = itertools.count()
 
@@ -110,9 +135,13 @@ class Swarm:
         host = self._hosts[n]
         if when_s != host.asks_again_s:  # a part has come meanwhile, and it asked then
             return
-        self._free_s = host.asks_until_s = max(self._now, self._free_s) + self._machine.question_s
         question = PartsAsked(blob="b", host=str(n), url=_url(n), have=bytes(host.states))
-        for source in self._tracker.sources(question, int(self._part_bytes)):
+        began_s = time.thread_time()
+        sources = self._tracker.sources(question, self._parts[0])
+        took_s = time.thread_time() - began_s if self._machine.times_tracker else 0.0
+        answered_s = max(self._now, self._free_s) + self._machine.question_s + took_s
+        self._free_s = host.asks_until_s = answered_s
+        for source in sources:
             host.states[source.part], host.begun_s[source.part] = FETCHED, self._free_s
             self._at(self._free_s, "begin", (source.url, n, source.part))
         if LACKED in host.states or FETCHED in host.states:
@@ -121,28 +150,32 @@ class Swarm:
     def _begin(self, begun: tuple[str, int, int]) -> None:
         url, n, part = begun
         uplink = self._uplinks[url]
-        uplink.advance(self._now)
-        uplink.left[n, part] = self._part_bytes
-        self._changed(uplink)
+        uplink.waiting.append(_Transfer(n, part, self._parts[part]))
+        if len(uplink.waiting) == 1:
+            self._send(uplink)
 
-    def _changed(self, uplink: _Uplink) -> None:
-        uplink.changes += 1
-        if uplink.left:
-            self._at(uplink.next_end(), "sent", (uplink, uplink.changes))
+    def _send(self, uplink: _Uplink) -> None:
+        piece_bytes = min(uplink.waiting[0].left_bytes, self._piece_bytes)
+        piece_s = uplink.takes_s(self._parts[0]) * piece_bytes / self._parts[0]
+        self._at(self._now + piece_s, "sent", uplink)
 
-    def _sent(self, ended: tuple[_Uplink, int]) -> None:
-        """Note what a server has sent; its reader's link delivers one part after another."""
-        uplink, changes = ended
-        if changes != uplink.changes:
-            return
-        uplink.advance(self._now)
-        n, part = min(uplink.left, key=lambda one: uplink.left[one])
-        del uplink.left[n, part]
-        host = self._hosts[n]
-        host.due_s = max(host.due_s, host.begun_s[part]) + self._part_bytes / self._machine.link_bytes_per_s
-        verified_s = self._part_bytes / self._machine.digest_bytes_per_s
-        self._at(max(self._now, host.due_s) + verified_s, "had", (n, part))
-        self._changed(uplink)
+    def _sent(self, uplink: _Uplink) -> None:
+        """Go on with the next transfer; the link of a reader delivers one part after another."""
+        transfer = uplink.waiting.popleft()
+        transfer.left_bytes -= self._piece_bytes
+        if transfer.left_bytes > 0:
+            uplink.waiting.append(transfer)
+        if uplink.waiting:
+            self._send(uplink)
+        if transfer.left_bytes <= 0:
+            self._deliver(transfer)
+
+    def _deliver(self, transfer: _Transfer) -> None:
+        host, size_bytes = self._hosts[transfer.host], self._parts[transfer.part]
+        begun_s = host.begun_s[transfer.part]
+        host.due_s = max(host.due_s, begun_s) + self._machine.fetched_s(size_bytes)
+        verified_s = size_bytes / self._machine.digest_bytes_per_s
+        self._at(max(self._now, host.due_s) + verified_s, "had", (transfer.host, transfer.part))
 
     def _had(self, come: tuple[int, int]) -> None:
         n, part = come
@@ -170,29 +203,30 @@ class Work:
 def version_s(machine: Machine, work: Work, hosts: int, size_bytes: int) -> dict[str, float]:
     """Return the seconds of each stage of a delta, and those until a first version is everywhere."""
     delta_bytes = int(work.delta_fraction * size_bytes)
+    learners = max(1, machine.ranks // machine.ranks_of_a_host)
     found = {
-        "announced_s": size_bytes / work.code_bytes_per_s + delta_bytes / work.write_bytes_per_s,
-        "received_s": received_s(machine, hosts, delta_bytes, parts_of(delta_bytes)),
+        "announced_s": (size_bytes / work.code_bytes_per_s + delta_bytes / work.write_bytes_per_s) / learners,
+        "received_s": received_s(machine, hosts, delta_bytes),
         "applied_s": size_bytes / work.apply_bytes_per_s,
         "pause_s": size_bytes / work.gpus / work.load_bytes_per_s,
     }
     serving_s = found["received_s"] + found["applied_s"] + found["pause_s"]
-    first_s = received_s(machine, hosts, size_bytes, parts_of(size_bytes))
-    found |= {"serving_s": serving_s, "first_written_s": size_bytes / work.write_bytes_per_s}
-    return found | {"first_received_s": first_s}
+    found |= {"serving_s": serving_s, "first_written_s": size_bytes / work.write_bytes_per_s / learners}
+    return found | {"first_received_s": received_s(machine, hosts, size_bytes)}
 
 
-def received_s(machine: Machine, hosts: int, size_bytes: int, parts: int) -> float:
-    """Return the seconds until all hosts have a blob of `parts` parts."""
-    return Swarm(machine, hosts, size_bytes, parts).run()
+def received_s(machine: Machine, hosts: int, size_bytes: int, part_bytes: int | None = None) -> float:
+    """Return the seconds until all hosts have a blob, in parts of this size or of the product's."""
+    part_bytes = part_bytes or part_bytes_of(size_bytes // machine.ranks)
+    return Swarm(machine, hosts, size_bytes, part_bytes).run()
 
 
-def parts_of(size_bytes: int) -> int:
-    """Return how many parts a blob of this size has."""
+def part_bytes_of(size_bytes: int) -> int:
+    """Return the size of the parts of a blob of this size."""
     blocks, a_part = -(-size_bytes // BLOCK_BYTES), 1
     while -(-blocks // a_part) > MOST_PARTS:
         a_part *= 2
-    return -(-blocks // a_part)
+    return a_part * BLOCK_BYTES
 
 
 def _url(n: int) -> str:

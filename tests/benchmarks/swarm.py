@@ -39,6 +39,8 @@ class Receiver:
     def __init__(self, url: str, ref: BlobRef, *, passes_on: bool) -> None:
         self._arguments = (url, encode(ref).hex(), "1" if passes_on else "")
         self._process: asyncio.subprocess.Process | None = None
+        self.loop_s = 0.0
+        """Processor time that its event loop took for the fetch."""
 
     async def start(self) -> None:
         """Return when the process is connected."""
@@ -54,7 +56,8 @@ class Receiver:
         process = self._running()
         assert process.stdin is not None
         process.stdin.write(b"\n")
-        return float(await self._line())
+        seconds, self.loop_s = map(float, (await self._line()).split())
+        return seconds
 
     async def kill(self) -> None:
         """Kill the process."""
@@ -79,9 +82,9 @@ async def bench_swarm(*, receivers: int, size_mb: int, rounds: int, kills: int) 
     async with serving() as (bus, store):
         for n in range(rounds):
             for passes_on in (True, False) if n % 2 == 0 else (False, True):
-                ref = await store.put(_content(size_mb << 20), n, passes_on)
+                ref = await store.put(content(size_mb << 20), n, passes_on)
                 sent = store.sent_bytes
-                hosts = [Receiver(_url(bus), ref, passes_on=passes_on) for _ in range(receivers)]
+                hosts = [Receiver(url_of(bus), ref, passes_on=passes_on) for _ in range(receivers)]
                 await asyncio.gather(*(host.start() for host in hosts))
                 began = time.monotonic()
                 await asyncio.gather(*(host.fetch() for host in hosts))
@@ -105,18 +108,18 @@ async def kill_at_random(
     Returns how many copies the learner sent until every place has one. Raises where a process ends otherwise,
     and `TimeoutError` where a copy does not arrive."""
     draw = random.Random(0)
-    ref = await store.put(_content(size_bytes), "kills")
+    ref = await store.put(content(size_bytes), "kills")
     sent, lives = store.sent_bytes, [kills // receivers + (n < kills % receivers) for n in range(receivers)]
 
     async def place(n: int) -> None:
         for _ in range(lives[n]):
-            host = Receiver(_url(bus), ref, passes_on=True)
+            host = Receiver(url_of(bus), ref, passes_on=True)
             await host.start()
             fetching = asyncio.create_task(host.fetch())
             await asyncio.wait({fetching}, timeout=draw.uniform(0, longest_s))
             await host.kill()
             await asyncio.gather(fetching, return_exceptions=True)
-        host = Receiver(_url(bus), ref, passes_on=True)
+        host = Receiver(url_of(bus), ref, passes_on=True)
         await host.start()
         await host.fetch()
         last.append(host)
@@ -142,12 +145,12 @@ async def serving(bytes_per_s: int | None = None) -> AsyncIterator[tuple[Bus, Ht
             await store.close()
 
 
-def _content(size_bytes: int) -> list[bytes]:
+def content(size_bytes: int) -> list[bytes]:
     block = os.urandom(min(size_bytes, RANDOM_BYTES))
     return [(block * (size_bytes // len(block) + 1))[:size_bytes]]
 
 
-def _url(bus: Bus) -> str:
+def url_of(bus: Bus) -> str:
     url = bus.client.connected_url
     assert url is not None
     return str(url.geturl())
@@ -158,9 +161,9 @@ async def _receive(url: str, ref: BlobRef, *, passes_on: bool) -> None:
         blobs = Blobs(bus, Swarm(bus, PeerConfig(), machine="another") if passes_on else None)
         _tell("ready")
         await asyncio.to_thread(sys.stdin.readline)
-        began = time.monotonic()
+        began, loop_began = time.monotonic(), time.thread_time()
         await blobs.get(ref)
-        _tell(time.monotonic() - began)
+        _tell(f"{time.monotonic() - began} {time.thread_time() - loop_began}")
         await asyncio.to_thread(sys.stdin.readline)  # until it is killed, or who started it ends
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from benchmarks.commands.server import server_to_measure
+from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from launch.cli import options
 from launch.cli.app import app
@@ -170,7 +171,7 @@ def bench_weights(
     *,
     model: Annotated[str | None, Parameter(name="--model")] = None,
     versions: int = 12,
-    ranks: int = 1,
+    ranks: int | None = None,
     settings: options.Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
@@ -187,7 +188,7 @@ def bench_weights(
     versions
         Number of publications that are measured, after two that are not; one in ten has a snapshot.
     ranks
-        Ranks of the learner, each on a GPU of its own or all on the CPU. Several publish to a receiver
+        Ranks of the learner, each on a GPU of its own or all on the CPU. With it they publish to a receiver
         without an engine, and the figures are by rank. --learner.parallel says how they share the model.
     as_json
         Print one JSON object on one line.
@@ -197,11 +198,9 @@ def bench_weights(
     from benchmarks.weights import workload_of
 
     configure_logging("info")
-    for name, value in (("versions", versions), ("ranks", ranks)):
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: give 1 at least")
+    _refuse_none(versions=versions, ranks=1 if ranks is None else ranks)
     config = settings_of(flags(settings))
-    if ranks > 1:
+    if ranks is not None:
         from benchmarks.weights_ranks import bench_ranks
 
         measure(lambda: bench_ranks(model, config, ranks=ranks, versions=versions), as_json=as_json)
@@ -238,8 +237,8 @@ def bench_swarm(
 
 @bench.command(name="scale", usage="Usage: launch bench scale [OPTIONS]")
 def bench_scale(
-    *, hosts: int = 64, size_mb: int = 2, part_kb: int = 64, link_kb_s: int = 250, versions: int = 2,
-    as_json: AsJson = False,
+    *, hosts: int = 64, ranks: int = 1, size_mb: int = 2, part_kb: int = 64, link_kb_s: int = 250,
+    slower: float = 5.0, versions: int = 2, rounds: int = 3, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure a publication to many hosts with paced links on this one, beside what a cost model says of it.
 
@@ -247,30 +246,39 @@ def bench_scale(
     ----------
     hosts
         Number of processes that receive, each with a link of its own.
+    ranks
+        Ranks of the learner, each with a link of its own and its share of the weights.
     size_mb
         Size of the weights.
     part_kb
         Size of a part.
     link_kb_s
         Bandwidth of each link in each direction.
+    slower
+        Factor by which links and the product's waits are slower than that, so that they take the time and
+        not this machine's cores.
     versions
         Versions behind the first one, whose deltas are a fifth of the size or less.
+    rounds
+        Learners that publish these versions, one after another.
     as_json
         Print one JSON object on one line.
     """
     from benchmarks.scale import Scale, predictions
     from benchmarks.scale import bench_scale as measured
+    from benchmarks.scale_loops import loop_times
 
     configure_logging("warning")
-    _refuse_none(hosts=hosts, size_mb=size_mb, part_kb=part_kb, link_kb_s=link_kb_s)
-    scale = Scale(hosts, size_mb << 20, part_kb << 10, link_kb_s * 1000)
-    measure(
-        lambda: {
-            "versions": asyncio.run(measured(scale, versions=versions)),
-            "predicted": predictions(hosts),
-        },
-        as_json=as_json,
-    )
+    counts = {"hosts": hosts, "ranks": ranks, "size_mb": size_mb, "part_kb": part_kb}
+    _refuse_none(**counts, link_kb_s=link_kb_s, rounds=rounds)
+    scale = Scale(hosts, ranks, size_mb << 20, part_kb << 10, link_kb_s * 1000, slower)
+
+    def measured_beside() -> dict[str, Json]:
+        loops = asyncio.run(loop_times(rounds=rounds))
+        found = asyncio.run(measured(scale, loops, versions=versions, rounds=rounds))
+        return {"loops": dict(loops), "versions": list(found), "predicted": predictions(hosts, loops)}
+
+    measure(measured_beside, as_json=as_json)
 
 
 @bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
