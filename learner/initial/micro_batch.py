@@ -48,9 +48,10 @@ def fitted(settings: LearnerSettings) -> LearnerSettings:
 def activation_bytes(sizes: Mapping[str, int], item_bytes: int, *, recompute: bool) -> int:
     """Return about how much memory one token takes between its forward and backward pass.
 
-    Each layer keeps its input, what its norms return, queries, keys and values before and after they are
-    turned, what attention returns, and the two halves of the gated layer with their product; recomputed
-    layers keep their input alone, but for the layer at work."""
+    Each layer of transformers, which FSDP trains, keeps its input, what its norms return, queries, keys and
+    values before and after they are turned, what attention returns, and the two halves of the gated layer
+    with their product; recomputed layers keep their input alone, but for the layer at work. Megatron's
+    layers keep up to a third less."""
     hidden, layers, heads = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["num_attention_heads"]
     width = sizes.get("head_dim") or hidden // heads
     groups = sizes.get("num_key_value_heads") or heads

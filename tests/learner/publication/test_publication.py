@@ -100,6 +100,8 @@ async def test_a_version_is_announced_before_its_snapshot_is_stored(bus, publish
 class OtherRanksWithoutTensors:
     """Notes on which thread tensors are named, which takes seconds where there are very many."""
 
+    ranks = 2
+
     def __init__(self):
         self.threads = set()
 
@@ -122,7 +124,7 @@ class OtherRanksWithoutTensors:
     async def begin_snapshot(self, *_):
         """There is nothing to store."""
 
-    retire = begin_snapshot
+    retire = end_snapshot = begin_snapshot
 
 
 async def test_the_loop_goes_on_while_tensors_are_named_and_laid_out(bus, tmp_path, monkeypatch):
