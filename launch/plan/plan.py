@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from actors.engines.expert_routing import IN_A_BYTE, Routing
 from actors.engines.sglang.server.gpu_count import gpus_of_engine
 from bus.errors import ConfigError
+from launch.model_files.hub_model import is_hub_name
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
 from launch.plan.memory import Model, RankMemory, actor_host, checkpoint_bytes, learner_host, learner_rank
@@ -431,6 +432,10 @@ def run_hf_config(config: RunConfig) -> PretrainedConfig:
     is fetched. Raises `ConfigError` where there is no readable config.json on this host."""
     if config.model.path is None:
         return scratch_config(config.model.scratch)
-    return load_hf_config(
-        model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-    )
+    found = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    if is_hub_name(found):
+        raise ConfigError(
+            f"model.path: {config.model.path} is not on this host, and nothing is fetched for a plan: "
+            "fetch its config.json before, with `hf download NAME config.json`"
+        )
+    return load_hf_config(found)

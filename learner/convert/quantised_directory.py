@@ -29,6 +29,7 @@ from learner.model_directories.quantised_weights import (
     blocks_of,
     group_size,
 )
+from storage.model_files.model_reading import AGAIN
 from storage.model_files.packed_files import CONFIG, QUANTISATION
 from storage.model_files.weight_files import INDEX_FILE
 from storage.weights.fp8 import Blocks
@@ -98,10 +99,12 @@ def _written(
 def _config(source: Path) -> dict[str, Json]:
     try:
         config = json.loads((source / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{source} is not a model directory: cannot read {CONFIG}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{source} is not a model directory: cannot read {CONFIG}: {error}: {AGAIN}"
+        ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{source / CONFIG} is no configuration: it is no JSON object")
+        raise ConfigError(f"{source / CONFIG} is no configuration: it is no JSON object: {AGAIN}")
     return config
 
 

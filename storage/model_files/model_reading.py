@@ -81,7 +81,7 @@ def read_config(directory: Path) -> "PretrainedConfig":
     `ConfigError` when it is missing or unreadable, or names sizes that no model has."""
     file = directory / "config.json"
     if lack := lack_of_model(directory):
-        raise ConfigError(f"{directory} is not a model directory: {lack}")
+        raise ConfigError(f"{directory} is not a model directory: {lack}: {AGAIN}")
     with refusing(f"cannot read {file}", AGAIN):
         raw = json.loads(file.read_text())
         _refuse_counts(file, raw)

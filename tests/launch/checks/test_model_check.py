@@ -203,7 +203,8 @@ def test_layout_ranks_and_other_models_are_asked(model: Path, tmp_path: Path):
     )
     assert "does not divide the world of 1 ranks" in refusal(model, parallel={"tensor": 2})
     reference = {"kl_coef": 0.1, "path": tmp_path / "nowhere"}
-    assert "nowhere is not a model directory" in refusal(model, reference=reference)
+    said = refusal(model, reference=reference)
+    assert "nowhere is not a model directory: there is no such directory: download the directory" in said
 
 
 def test_what_one_backend_lacks_names_the_other(tmp_path: Path):

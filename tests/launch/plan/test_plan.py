@@ -17,7 +17,7 @@ from bus.config import BusConfig, StreamsConfig
 from bus.errors import ConfigError
 from launch.cli.main import main
 from launch.plan.memory import Model, checkpoint_bytes, learner_rank
-from launch.plan.plan import Question, held_traffic, plan, trajectory_token_bytes
+from launch.plan.plan import Question, held_traffic, plan, run_hf_config, trajectory_token_bytes
 from launch.plan.report import plan_lines
 from launch.plan.sizes import adapter_elements, kv_bytes, weights_of
 from launch.services.learner import say_streams
@@ -297,6 +297,11 @@ def test_a_shape_that_ran_out_of_an_h200s_memory_does_not_fit(tmp_path: Path):
     learner = {"optimizer": {"state_dtype": "bfloat16"}, "batch": {"tokens_per_micro_batch": 4096}}
     found = plan(run_of(LARGE, tmp_path, learner=learner), LARGE, asked(1))
     assert (found.fits, found.instead) == (False, ("--learner.parallel.recompute full",))
+
+
+def test_a_model_of_the_hub_that_is_not_here_is_refused_with_what_brings_it():
+    with pytest.raises(ConfigError, match=r"org/none is not on this host.*`hf download NAME config\.json`"):
+        run_hf_config(resolve({"model": {"path": "org/none"}}))
 
 
 def test_too_few_gpus_and_layouts_that_do_not_divide_are_refused(tmp_path: Path):
