@@ -12,6 +12,7 @@ from actors.settings.opponents import OpponentConfig
 from actors.weights.follow import fetch_state
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import PolicyManifest
+from storage.model_files.model_reading import AGAIN, refusing
 from storage.model_files.weight_files import weight_files
 from storage.weights.blob_sources import BlobSource
 
@@ -130,4 +131,5 @@ def state_of_files(directory: Path) -> "Mapping[str, torch.Tensor]":
     from safetensors.torch import load_file
 
     files = [directory / name for name in weight_files(directory)]
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    with refusing(f"cannot read the weights in {directory}", AGAIN):
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}

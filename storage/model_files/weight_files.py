@@ -49,6 +49,7 @@ def weight_files(directory: Path) -> Mapping[str, set[str]]:
 def _instead(directory: Path) -> str:
     """Return what to do with the first other file of weights; nothing where there is none."""
     for pattern, remedy in FOUND_INSTEAD.items():
-        if others := sorted(directory.glob(pattern)):
-            return f"there is {others[0].name}: {remedy}"
+        for file in sorted(directory.glob(pattern)):
+            if file.is_file():
+                return f"there is {file.name}: {remedy}"
     return ""

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedModel,
@@ -33,6 +32,7 @@ from bus.process.work_progress import long_work
 from storage.exact_arithmetic.attention import attend
 from storage.exact_arithmetic.functions import exactly
 from storage.images.reader import ImageReader
+from storage.model_files.model_reading import AGAIN, read_config, refusing
 from storage.model_files.text_model import OWN_NAMES, text_alone
 from storage.model_files.weight_files import weight_files
 
@@ -117,15 +117,18 @@ class EmbeddedEngine:
         if attention != "sdpa":  # transformers takes sdpa by itself wherever a model has it
             options["attn_implementation"] = attention
         with _BUILDING, long_work("loading the model of the engine"):
-            whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+            whole = read_config(model_dir)
             hf_config = text_alone(whole)
             if has_weights:
                 names = {} if hf_config is whole else {"key_mapping": OWN_NAMES}
-                model = kind.from_pretrained(
-                    model_dir, config=hf_config, trust_remote_code=False, **names, **options
-                )
+                with refusing(f"cannot load the model in {model_dir}", AGAIN):
+                    model, found = kind.from_pretrained(
+                        model_dir, config=hf_config, trust_remote_code=False, output_loading_info=True,
+                        ignore_mismatched_sizes=True, **names, **options,
+                    )  # fmt: skip
+                _refuse_drawn_weights(model_dir, found)
             else:
-                with no_init_weights():
+                with refusing(f"cannot build the model of {model_dir}", AGAIN), no_init_weights():
                     model = kind.from_config(hf_config, **options)
                 model.tie_weights()  # skipped along with the initialisation
         return cls(model, config, policy_version=policy_version, exact=exact, images=images)
@@ -336,3 +339,13 @@ class EmbeddedEngine:
             if not self._loop.is_closed():
                 raise
             self._commands.put(None)  # nobody is left to hear: the loop ended without close()
+
+
+def _refuse_drawn_weights(model_dir: Path, found: Mapping[str, Collection[object]]) -> None:
+    """Raise `ConfigError` for weights that the files lack or have in another shape: transformers draws those
+    at random. `found` is what it tells of loading."""
+    if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
+        raise ConfigError(
+            f"{model_dir}: its files lack {len(lacking)} weights of its config.json, or have them in another "
+            f"shape, such as {lacking[0]}: {AGAIN}"
+        )

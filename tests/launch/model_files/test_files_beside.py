@@ -1,12 +1,17 @@
 """Files of published directories beside a model's weights: which go along with it, and which are nobody's."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.engines.embedded.engine import EmbeddedEngine
 from actors.other_policies.opponent_weights import state_of_files
+from actors.settings.engines import EmbeddedEngineConfig
+from bus.errors import ConfigError
 from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import copy_tokenizer, load_hf_config
 from storage.model_files.packed_files import bundle, unbundle
@@ -26,6 +31,39 @@ def test_other_safetensors_files_are_not_a_models_weights(tmp_path: Path):
     found = state_of_files(tmp_path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: changed_tensors(m, lambda t: t.pop("model.norm.weight")), "lack 1 weights.*model.norm"),
+        (
+            lambda m: changed_tensors(m, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+            "lack 1 weights.*model.norm",
+        ),
+        (lambda m: (m / "model.safetensors").write_bytes(b"version https://git-lfs"), "cannot load.*header"),
+        (lambda m: (m / "config.json").write_text('{"model_type": "mystery"}'), "cannot read.*mystery"),
+    ],
+    ids=["missing", "shape", "pointer", "type"],
+)
+def test_an_engine_of_a_spoilt_directory_is_refused_with_the_remedy(spoil, said: str, tmp_path: Path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=f"{said}.*download the directory again"):
+        EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
+
+
+def test_weights_that_cannot_be_read_are_refused_with_the_remedy(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(ConfigError, match=r"cannot read the weights.*header.*download"):
+        state_of_files(tmp_path)
+
+
+def changed_tensors(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = dict(state_of_files(model))
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_chat_templates_by_name_go_along_with_a_model(tmp_path: Path):
