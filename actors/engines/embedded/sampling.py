@@ -1,6 +1,6 @@
 """Drawing one token per row from a batch of logits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ class Controls:
     keep_masks: np.ndarray
     """bool; whether what is kept is to be told."""
 
+    def rows(self, rows: slice) -> "Controls":
+        """Return the settings of some of the rows."""
+        return Controls(*(getattr(self, each.name)[rows] for each in fields(self)))
+
     @property
     def cuts_off(self) -> np.ndarray:
         """Tell which rows are drawn from some of the vocabulary alone, bool [n]."""
@@ -45,6 +49,9 @@ class Controls:
 
 
 Drawn = tuple[Tensor, Tensor, list[np.ndarray] | None]
+BLOCK_ELEMENTS = 1 << 20
+"""Logits that a CPU draws from at a time: they stay in its caches, and four times as much is made of them."""
+LEAST_BLOCK_ROWS = 8
 
 
 def sample(logits: Tensor, controls: Controls, generator: torch.Generator, *, exact: bool = False) -> Drawn:
@@ -58,17 +65,37 @@ def sample(logits: Tensor, controls: Controls, generator: torch.Generator, *, ex
     Returns int64 [n] tokens; float32 [n] log-probs in nats at the row's temperature (1 for greedy rows); and
     None, or the kept token ids of each row, int32, none where they are not recorded. Log-probs are of the
     whole distribution, whatever is cut away; of the kept tokens alone where these are recorded."""
+    rows, points = len(logits), None
+    if not (controls.temperature == 0).all():
+        points = torch.rand(rows, 1, dtype=torch.float64, device=logits.device, generator=generator)
+    most = max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // logits.shape[-1])
+    if logits.device.type != "cpu" or rows <= most:
+        return _sampled(logits, controls, points, exact=exact)
+    blocks = [slice(first, first + most) for first in range(0, rows, most)]
+    parts = [
+        _sampled(logits[block], controls.rows(block), None if points is None else points[block], exact=exact)
+        for block in blocks
+    ]
+    tokens, logprobs = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    if not controls.recorded.any():
+        return tokens, logprobs, None
+    none = np.zeros(0, np.int32)
+    return tokens, logprobs, [ids for of, _, kept in parts for ids in kept or [none] * len(of)]
+
+
+def _sampled(logits: Tensor, controls: Controls, points: Tensor | None, *, exact: bool) -> Drawn:
+    """Do what `sample` does. `points` are uniform in [0, 1), float64 [n, 1]; None where all is greedy."""
     scaled = _scaled_exactly(logits, controls.temperature) if exact else None
     if scaled is None:
         logprobs = torch.log_softmax(_scaled(logits.float(), controls.temperature), dim=-1)
     else:
         logprobs = log_softmax(scaled)
     greedy = controls.temperature == 0
-    if greedy.all():
+    if points is None or greedy.all():
         tokens = logprobs.argmax(-1)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0], None
     mass = _kept_mass(logprobs, controls)
-    tokens = _draw(mass, generator)
+    tokens = _draw(mass, points)
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(tokens.device), logprobs.argmax(-1), tokens)
     found = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -122,8 +149,7 @@ def _kept_mass(logprobs: Tensor, controls: Controls) -> Tensor:
     return torch.zeros_like(probs).scatter_(1, order, ranked.masked_fill(cut, 0))
 
 
-def _draw(mass: Tensor, generator: torch.Generator) -> Tensor:
+def _draw(mass: Tensor, points: Tensor) -> Tensor:
     """Invert the CDF, in float64 for large vocabularies; multinomial takes 3 to 5 times as long on CPU."""
     cdf = mass.cumsum(-1, dtype=torch.float64)
-    point = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator) * cdf[:, -1:]
-    return torch.searchsorted(cdf, point, right=True)[:, 0].clamp_(max=cdf.shape[1] - 1)
+    return torch.searchsorted(cdf, points * cdf[:, -1:], right=True)[:, 0].clamp_(max=cdf.shape[1] - 1)

@@ -1,10 +1,13 @@
 """Drawing tokens: the right frequencies, the right cuts."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
 
 from actors.engines.base import Sampling
+from actors.engines.embedded import sampling
 from actors.engines.embedded.sampling import Controls, sample
 from bus.config import MOST_KEPT
 
@@ -123,3 +126,35 @@ def test_tokens_without_mass_are_never_drawn():
     logits[[3, 500]] = 0.0
     tokens, _ = draw(5000, logits=logits)
     assert set(tokens.tolist()) == {3, 500}
+
+
+ROWS_OF_ALL_KINDS = [
+    Sampling(), Sampling(temperature=0), Sampling(temperature=0.7, top_p=0.9, keep_masks=True),
+    Sampling(top_k=5), Sampling(min_p=0.02, keep_masks=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kinds", [ROWS_OF_ALL_KINDS, [Sampling()], [Sampling(temperature=0)]])
+def test_rows_that_are_drawn_block_by_block_are_to_the_bit_those_of_all_at_once(kinds, exact, monkeypatch):
+    controls = controls_of(*[kind for kind in kinds for _ in range(45 // len(kinds))])  # some blocks of one
+    logits, found = 3 * torch.randn(45, 997), []
+    for elements in (1 << 20, 1):
+        monkeypatch.setattr(sampling, "BLOCK_ELEMENTS", elements)
+        generator = torch.Generator().manual_seed(0)
+        found.append((sample(logits, controls, generator, exact=exact), torch.rand(1, generator=generator)))
+    (whole, after), (ours, after_ours) = found
+    assert all(torch.equal(one, other) for one, other in zip(whole[:2], ours[:2], strict=True))
+    assert torch.equal(after, after_ours)
+    as_lists = [drawn[2] and [ids.tolist() for ids in drawn[2]] for drawn in (whole, ours)]
+    assert as_lists[0] == as_lists[1]
+
+
+def test_a_part_of_the_logits_is_all_that_drawing_takes():
+    logits, controls = torch.randn(64, 100_000), controls_of(*[Sampling()] * 64)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as seen:
+        sample(logits, controls, torch.Generator())
+    events = (event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert 0 < max(accumulate(changes)) < logits.nbytes
