@@ -371,7 +371,7 @@ class Bus:
                     return found[0]
                 if time.monotonic() > deadline:
                     run = self.topology.run
-                    raise BusAwayError(f"run {run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
+                    raise BusAwayError(f"run {run!r}: waited {round(timeout_s, 1):g} s for {key!r}: {hint}")
             await asyncio.sleep(RETRY_S)
 
 

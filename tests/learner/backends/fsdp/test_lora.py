@@ -18,6 +18,7 @@ from learner.config.loss import SFTLoss
 from learner.data.packing import pack
 from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
+from tests.learner.backends.divided_adapters import arrays, put_together
 from tests.learner.backends.fsdp.adapter_steps import (
     LENGTHS,
     OPTIMIZER,
@@ -207,13 +208,8 @@ def steps_of_ranks(
     trainer = adapted_trainer(lora)
     steps = [step(trainer, number) for number in range(3)]
     exported = trainer.exported()
-    published = exported.here | {name: tensor.clone() for name, tensor in exported.rest()}
-    found = trainer.export()
-    return (
-        steps,
-        {name: tensor.numpy() for name, tensor in published.items()},
-        {name: tensor.numpy() for name, tensor in found.items()},
-    )
+    published = arrays(exported.here.items()) | arrays(exported.rest()) | put_together(exported)
+    return steps, published, arrays(trainer.export().items())
 
 
 @pytest.mark.first(1, others=pytest.mark.slow)
