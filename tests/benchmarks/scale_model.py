@@ -96,7 +96,8 @@ class _Host:
 class Swarm:
     """Hosts that take one blob from each other and from the learner, by a clock of their own.
 
-    Ranks are alike, so one is simulated, to whose share hosts give an equal part of their links and loops."""
+    Ranks are alike, so one is simulated, to whose share hosts give an equal part of their links and loops.
+    Where ranks have few parts that is too long: a host that sends for one of them gives it all."""
 
     def __init__(self, machine: Machine, hosts: int, size_bytes: int, part_bytes: int) -> None:
         """The blob has `size_bytes` in all ranks together."""
