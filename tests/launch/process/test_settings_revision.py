@@ -208,6 +208,7 @@ async def test_on_a_secured_bus_each_role_is_heard_as_itself_alone(
                 sending = asyncio.create_task(_repeat(thief, forged))
                 await refuse_unapplied(bus, validate({**run, "learner": {"optimizer": {"lr": 5e-4}}}))
                 sending.cancel()
+            monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.5)
             stop = asyncio.Event()
             reporting = asyncio.create_task(
                 report_status(shards, source="shards-0", role="shards", look=lambda: Activity(""), stop=stop)
