@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from benchmarks.commands.server import server_to_measure
-from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from launch.cli import options
 from launch.cli.app import app
@@ -23,6 +22,7 @@ from launch.settings.run_config import ActorsProcess, RunConfig, config_file, fl
 
 if TYPE_CHECKING:
     from benchmarks.overlap import Plan
+    from bus.codec import Json
 
 bench = App(name="bench", help="Measure a part on this machine, and its baseline in the same run.")
 app.command(bench)
@@ -273,7 +273,7 @@ def bench_scale(
     _refuse_none(**counts, link_kb_s=link_kb_s, rounds=rounds)
     scale = Scale(hosts, ranks, size_mb << 20, part_kb << 10, link_kb_s * 1000, slower)
 
-    def measured_beside() -> dict[str, Json]:
+    def measured_beside() -> dict[str, "Json"]:
         loops = asyncio.run(loop_times(rounds=rounds))
         found = asyncio.run(measured(scale, loops, versions=versions, rounds=rounds))
         return {"loops": dict(loops), "versions": list(found), "predicted": predictions(hosts, loops)}
