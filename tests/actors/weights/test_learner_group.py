@@ -553,7 +553,7 @@ async def test_an_engine_that_dies_leaves_the_others_of_its_group_whole_versions
         assert len(learner.senders()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "gone by what its actor says"])
 async def test_engines_whose_group_lacks_one_that_died_before_it_joined_soon_go_on(

@@ -93,7 +93,7 @@ def test_blobs_have_parts_of_the_size_of_the_product(size_bytes, blocks):
 
 
 @pytest.mark.nats
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_every_host_gets_each_version_and_the_learner_sends_about_one_copy(tmp_path: Path):
     """By the command, whose hosts have to find `benchmarks` from any directory."""

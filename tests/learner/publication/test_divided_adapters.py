@@ -127,6 +127,7 @@ async def publish_and_compare(bus: Bus, world: World, publisher: WeightPublisher
 @pytest.mark.nats
 @pytest.mark.usefixtures("bus")
 @pytest.mark.slow
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize("name", CASES)
 async def test_ranks_publish_what_each_has_of_their_adapters(server: NatsServer, worlds, tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
