@@ -2,17 +2,13 @@
 learner's own code that is asked, which loads torch: the process that supervises a run keeps none of it, and a
 model of any size or kind ends the question at most."""
 
-import json
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bus.errors import ConfigError
-from bus.process.child_process import ask_child, module_command
-from bus.process.host_limits import MemoryKills
+from bus.process.called_apart import NoAnswerError, answered_apart
 from launch.checks.model_remarks import model_remarks, transport_remark
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
@@ -33,28 +29,26 @@ async def refuse_models(configs: Sequence[RunConfig]) -> list[str]:
     seen = [here for config in configs if (here := _with_model_here(config)) is not None]
     if not seen:
         return []
-    kills = MemoryKills()
-    asked = json.dumps([config.model_dump_json() for config in seen]).encode()
+    model = f"model.path={seen[0].model.path}"
     try:
-        told = await ask_child(module_command("launch.checks.model_check"), asked, limit_s=LIMIT_S)
+        return await answered_apart(_remarks_unless_refused, seen, limit_s=LIMIT_S)
     except TimeoutError as error:
         raise ConfigError(
-            f"model.path={seen[0].model.path}: it could not be told within {LIMIT_S:g} s whether the learner "
+            f"{model}: it could not be told within {LIMIT_S:g} s whether the learner "
             "trains this model: is its config.json right?"
         ) from error
-    remarks: list[str] = []
-    try:
-        problem, remarks = json.loads(told.answer)
-    except ValueError:
-        [last] = told.errors.strip().splitlines()[-1:] or ["it said nothing"]
-        problem = (
-            f"model.path={seen[0].model.path}: the process that looked at this model ended with "
-            f"{kills.ending(told.status)} ({last}): look whether this host has memory left, and "
-            "whether the files of the model are whole"
-        )
-    if problem:
-        raise ConfigError(problem)
-    return remarks
+    except NoAnswerError as error:
+        raise ConfigError(
+            f"{model}: the process that looked at this model ended with {error}: look whether this host has "
+            "memory left, and whether the files of the model are whole"
+        ) from error
+
+
+def _remarks_unless_refused(configs: Sequence[RunConfig]) -> list[str]:
+    for config in configs:
+        transport_remark(config)  # before the model is read: it may be too large
+        refuse_model(config)
+    return model_remarks(configs)
 
 
 def _with_model_here(config: RunConfig) -> RunConfig | None:
@@ -96,25 +90,3 @@ def refuse_model(config: RunConfig) -> None:
         if config.model.from_run is not None and not RunFiles(config.directory / config.run).origin:
             begin = beginning(config, *chosen_checkpoint(config.directory, config.model.from_run))
             refuse_unfit_checkpoint(begin, initial.hf_config)
-
-
-def main() -> None:
-    """Write what is wrong with the models of the settings on standard input, and what there is to say of
-    them, as JSON; where nothing is wrong, an empty text. What the learner's code prints goes to the standard
-    error."""
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    problem, remarks = "", list[str]()
-    try:
-        configs = [RunConfig.model_validate_json(config) for config in json.load(sys.stdin)]
-        for config in configs:
-            transport_remark(config)  # before the model is read: it may be too large
-            refuse_model(config)
-        remarks = model_remarks(configs)
-    except ConfigError as error:
-        problem = str(error)
-    print(json.dumps([problem, remarks]), file=results, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,6 +15,7 @@ from transformers import AddedToken, AutoConfig, AutoTokenizer, Olmo2Config, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bus.errors import ConfigError
+from bus.process import called_apart
 from launch.checks import memory_check
 from launch.checks.model_check import refuse_model, refuse_models
 from launch.checks.model_remarks import model_remarks
@@ -251,10 +252,8 @@ async def test_the_process_that_looks_tells_what_is_wrong_and_a_killed_one_is_na
     changed(model / "config.json", num_attention_heads=3)
     with pytest.raises(ConfigError, match=r"do not fit|must divide|divisible"):
         await refuse_models([settings(model)])
-    import launch.checks.model_check as asked
-
     killed = ("/bin/sh", "-c", "cat > /dev/null; kill -9 $$")
-    monkeypatch.setattr(asked, "module_command", lambda _: killed)
+    monkeypatch.setattr(called_apart, "module_command", lambda _: killed)
     with pytest.raises(ConfigError, match=r"ended with signal SIGKILL.*memory left"):
         await refuse_models([settings(model)])
 
