@@ -25,28 +25,28 @@ class GroupUse:
 
 def reasons_of(ledger: Path) -> dict[int, str]:
     """Return why leases were rejected, by lease. Raises `ConfigError`."""
-    rows = _rows(ledger, "SELECT lease_id, reason FROM leases WHERE state = 'rejected'")
+    rows = rows_in(ledger, "SELECT lease_id, reason FROM leases WHERE state = 'rejected'")
     return {lease_id: reason or "" for lease_id, reason in rows}
 
 
 def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
     """Return, by step, the leases that it trained on. Raises `ConfigError`."""
     steps: dict[int, list[int]] = {}
-    for step, lease_id in _rows(ledger, "SELECT step, lease_id FROM uses ORDER BY step, place"):
+    for step, lease_id in rows_in(ledger, "SELECT step, lease_id FROM uses ORDER BY step, place"):
         steps.setdefault(step, []).append(lease_id)
     return steps
 
 
 def leases_of_step(ledger: Path, step: int) -> list[int]:
     """Return the leases that one step trained on, in their order. Raises `ConfigError`."""
-    rows = _rows(ledger, "SELECT lease_id FROM uses WHERE step = ? ORDER BY place", step)
+    rows = rows_in(ledger, "SELECT lease_id FROM uses WHERE step = ? ORDER BY place", step)
     return [lease_id for (lease_id,) in rows]
 
 
 def use_of_leases(ledger: Path, lease_ids: Iterable[int]) -> dict[int, GroupUse]:
     """Return what became of each of these leases, as far as the ledger has them. Raises `ConfigError`."""
     wanted = [*lease_ids]
-    found = _rows(
+    found = rows_in(
         ledger,
         "SELECT lease_id, state, COALESCE(reason, ''), step, weight "
         "FROM leases LEFT JOIN uses USING (lease_id) "
@@ -63,10 +63,11 @@ def use_of_leases(ledger: Path, lease_ids: Iterable[int]) -> dict[int, GroupUse]
 
 def facts_of(ledger: Path) -> dict[str, str]:
     """Return the named values of a ledger. Raises `ConfigError`."""
-    return dict(_rows(ledger, "SELECT name, value FROM facts"))
+    return dict(rows_in(ledger, "SELECT name, value FROM facts"))
 
 
-def _rows(ledger: Path, query: str, *values: int) -> list[tuple[Any, ...]]:
+def rows_in(ledger: Path, query: str, *values: int) -> list[tuple[Any, ...]]:
+    """Return what a query finds in a ledger. Raises `ConfigError` for one that is missing or unreadable."""
     if not ledger.exists():
         raise ConfigError(f"{ledger} is missing: look back where the run's storage was")
     try:
