@@ -38,7 +38,7 @@ LIMIT_S = 3600.0
 """Longest time of a check, which takes a minute for a million prompts."""
 T = TypeVar("T")
 Called = Callable[..., Awaitable[Any]]
-"""Calls a check beside the event loop: `once` or `again`."""
+"""Calls a check beside the event loop: `once`, or `asyncio.to_thread` where others may follow soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,6 @@ async def once(check: Callable[..., T], *arguments: object) -> T:
     if "transformers" in sys.modules:
         return await asyncio.to_thread(check, *arguments)
     return await called_apart(check, *arguments, limit_s=LIMIT_S, what="the check of the prompts")
-
-
-async def again(check: Callable[..., T], *arguments: object) -> T:
-    """Return what a check of prompts returns that come while a run goes on: others may follow soon."""
-    return await asyncio.to_thread(check, *arguments)
 
 
 async def check_lengths(

@@ -18,7 +18,7 @@ from bus.waiting import set_within
 from storage.ledger.ledger import Ledger
 from storage.prompt_files.dataset import encoded_prompts, refuse_large
 from storage.prompts.data_sets import DataSets
-from storage.prompts.length_check import again, check_lengths, lengths_exceeded
+from storage.prompts.length_check import check_lengths, lengths_exceeded
 from storage.weights.blob_stores import on_bus
 
 log = structlog.get_logger()
@@ -105,7 +105,9 @@ class DataUpdates:
         await asyncio.to_thread(refuse_large, prompts, source, largest_message=largest)
         if self._skip_long:
             return await lengths_exceeded(
-                self._bus, model, prompts, max_new_tokens=self._max_new_tokens, called=again
+                self._bus, model, prompts, max_new_tokens=self._max_new_tokens, called=asyncio.to_thread
             )
-        await check_lengths(self._bus, model, prompts, max_new_tokens=self._max_new_tokens, called=again)
+        await check_lengths(
+            self._bus, model, prompts, max_new_tokens=self._max_new_tokens, called=asyncio.to_thread
+        )
         return []
