@@ -233,8 +233,9 @@ def _wait(child: int, report: socket.socket, wall_s: float, host: Host) -> str |
         return None
     # the actor hangs up when the program's peer has ended, which sees its socket close before it is gone
     is_ending = _is_ending(host.read(f"{child}/stat"))
+    is_over = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     os.kill(child, signal.SIGKILL)
-    if is_ending:
+    if is_ending or is_over:
         return None
     return "stopped" if hung_up else "time"
 

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import os
 import platform
+import subprocess
 import sys
 
 import psutil
 import pytest
 
 from actors.episodes.errors import ToolError
+from actors.sandboxes import server
 from actors.sandboxes import server_process as actor_side
+from actors.sandboxes.jail import Host
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.sandbox import Sandbox
 from bus.errors import ConfigError
@@ -120,6 +124,15 @@ async def test_the_other_program_ends_with_the_first(shared):
     assert (ran.stdout, ran.end, other.end) == ("1\n", "exited", "stopped")
     ran, other = await shared.run_joined("import os\nprint(os.read(3, 9))", "import os\nos._exit(3)")
     assert (ran.stdout, other.end, other.status) == ("b''\n", "exited", 3)
+
+
+def test_a_program_that_was_gone_when_it_was_to_be_stopped_has_ended_by_itself(monkeypatch):
+    """The actor hangs up a moment before this, and the kernel has said nothing of the program by then."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(server, "ended_before", lambda *_: (False, True))
+    assert server._wait(child.pid, None, 1.0, Host()) is None
+    assert child.wait() == 0
 
 
 SLOW_TO_GO = """
