@@ -9,6 +9,11 @@ to be the fastest and two others. Each row of the table is a run of a shape: it 
 again, and loses a rank of its learner, a server, and all of its processes. Rows are lines of
 DIR/divisions.jsonl, and those that are there are not measured again. Without CUDA engines are embedded, and
 plans are those of H200s.
+
+    python -m benchmarks.divisions --shapes sums --divisions 4t1p1e1-4x1 --directory DIR
+
+`sums` is a published model, SmolLM2-135M-Instruct, that learns by `--recipe sums` until its target: its row
+tells after how many seconds and steps, of which division is given.
 """
 
 import argparse
@@ -39,7 +44,9 @@ from benchmarks.random_models import shape
 from bus.errors import ConfigError, SluiceError
 from launch.plan.plan import Plan, Question, plan
 from launch.process.log_settings import configure_logging
-from launch.settings.run_config import RunConfig, resolve
+from launch.recipes.recipe import recipe
+from launch.run_view.run_files import RunFiles
+from launch.settings.run_config import Layer, RunConfig, config_file, resolve
 from learner.metrics.gpus import GPUS, own_gpu
 from soak.local_run import LocalRun
 from storage.disk.atomic_files import write_json
@@ -52,6 +59,8 @@ SHARED = (1, 2, 4, 8)
 """Numbers of GPUs that may share a model."""
 PROMPT_TOKENS, SAVE_EVERY = 256, 5
 ROWS = "divisions.jsonl"
+LEARNS = "sums"
+"""Name in place of a shape: that of the recipe whose model learns."""
 START_S = 1800.0
 """Longest time until a step is trained after a start, or after a part was killed."""
 GIB = 1 << 30
@@ -93,8 +102,10 @@ class Cell:
         return self.ranks + self.engines * self.engine_gpus
 
 
-def settings(cell: Cell, directory: Path) -> RunConfig:
-    """Return the settings of a run. Raises `ConfigError` for a division that they do not have."""
+def settings(cell: Cell, directory: Path, *given: Layer) -> RunConfig:
+    """Return the settings of a run, with those that are given over them. Raises `ConfigError` for a division
+    that they do not have."""
+    learns = cell.shape == LEARNS
     engine: dict[str, Any] = {"type": "embedded"}
     visible: dict[str, Any] = {}
     if torch.cuda.is_available():
@@ -107,15 +118,20 @@ def settings(cell: Cell, directory: Path) -> RunConfig:
             "world": {"processes": cell.ranks},
             "parallel": {
                 "tensor": cell.tensor, "pipeline": cell.pipeline, "expert": cell.expert,
-                "sequence": cell.tensor > 1, "recompute": "full",
+                "sequence": cell.tensor > 1, "recompute": "none" if learns else "full",
             },
-            "optimizer": {"state_dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
-            "checkpoint": {"save_every": SAVE_EVERY},
         },
         "actors": {"engine": engine, "fleet": {"engines": cell.engines}},
         "supervision": {"environment": visible},
     }  # fmt: skip
-    return resolve(defaults(cell.shape, directory / cell.shape, devices={}), own)
+    if learns:
+        below = {"directory": directory / LEARNS, "actors": {"engine": {"type": "embedded"}}}
+        return resolve(below, recipe(LEARNS).settings, own, *given)
+    own["learner"] |= {
+        "optimizer": {"state_dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
+        "checkpoint": {"save_every": SAVE_EVERY, "keep": 1},
+    }
+    return resolve(defaults(cell.shape, directory / cell.shape, devices={}), own, *given)
 
 
 def planned(cell: Cell, directory: Path) -> Plan:
@@ -148,11 +164,14 @@ def advised(shape_name: str, gpus: int, directory: Path, count: int = 3) -> list
 class MeasuredRun:
     """A run that trains, and what it has written."""
 
-    def __init__(self, cell: Cell, directory: Path) -> None:
-        self.config = settings(cell, directory)
+    def __init__(self, cell: Cell, directory: Path, *layers: Layer) -> None:
+        self.config = settings(cell, directory, *layers)
         self._cell = cell
         self._run = RunDirectory(self.config.directory, self.config.run)
-        make(self.config, cell.shape, prompt_tokens=PROMPT_TOKENS)
+        if cell.shape == LEARNS:
+            recipe(LEARNS).prepare()
+        else:
+            make(self.config, cell.shape, prompt_tokens=PROMPT_TOKENS)
         shutil.rmtree(self._run.path, ignore_errors=True)  # of a call that was interrupted
         given = self.config.directory / f"{self.config.run}.json"
         write_json(given, json.loads(self.config.model_dump_json(exclude={"bus"})))
@@ -173,6 +192,27 @@ class MeasuredRun:
             return found
         finally:
             await self._local.kill(patience_s=0)
+
+    async def learn(self) -> Figures:
+        """Return when and where a run ended that learns. Raises `SluiceError` for one that fails."""
+        began = time.time()
+        try:
+            found: Figures = {"start_s": await self._trained_after("start")}
+            process = self._local.process
+            assert process is not None
+            async with asyncio.timeout(START_S):
+                if status := await process.wait():
+                    raise SluiceError(f"the run ended with status {status}: see {self._local.log}")
+        finally:
+            await self._local.kill(patience_s=0)
+        rows = [row for row in read_records(self._run.metrics) if row.get("train/stage") == "rl"]
+        ended = number(rows[-1], "time_s")
+        return found | {
+            "learnt_s": ended - began,
+            "steps": float(len(rows)),
+            "held_out": RunFiles(self._run.path).accuracy,
+            "step_s": (ended - number(rows[0], "time_s")) / max(1, len(rows) - 1),
+        }  # fmt: skip
 
     def _figures(self, turn: Turn) -> Figures:
         heard = Heard.of(self._run)
@@ -299,8 +339,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this host")
-    parser.add_argument("--shapes", default="qwen3-8b", help=f"with commas: {', '.join(SHAPES)}")
+    shapes = ", ".join((*SHAPES, LEARNS))
+    parser.add_argument("--shapes", default="qwen3-8b", help=f"with commas: {shapes}")
     parser.add_argument("--divisions", default="", help="with commas")
+    parser.add_argument("--config", type=Path, nargs="*", default=[], help="files of settings for all runs")
     parser.add_argument("--steps", type=int, default=20, help="steps of a run that count")
     given = parser.parse_args()
     configure_logging("info")
@@ -309,6 +351,8 @@ def main() -> None:
     cells: list[Cell] = []
     for name in given.shapes.split(","):
         named = [Cell.named(name, one) for one in given.divisions.split(",") if one]
+        if name == LEARNS and not named:
+            parser.error(f"--shapes {LEARNS}: give --divisions, since no plan is made of what learns")
         cells += named or advised(name, given.gpus, given.directory)
     for cell in cells:
         row: Record = {"shape": cell.shape, "division": cell.division, "steps": given.steps}
@@ -316,12 +360,15 @@ def main() -> None:
         if any(row.items() <= found.items() for found in read_records(path)):
             continue
         try:
-            row["measured"] = dict(asyncio.run(MeasuredRun(cell, given.directory).measure(given.steps)))
+            run = MeasuredRun(cell, given.directory, *map(config_file, given.config))
+            learns = cell.shape == LEARNS
+            row["measured"] = dict(asyncio.run(run.learn() if learns else run.measure(given.steps)))
         except SluiceError as error:
             failed += 1
             log.error("cell_failed", cell=cell.name, reason=str(error))
         else:
-            append_records(path, [row | {"planned": dict(predicted(cell, given.directory))}])
+            expected = {} if learns else predicted(cell, given.directory)
+            append_records(path, [row | {"planned": dict(expected)}])
     print(table(list(read_records(path))))  # noqa: T201 - the user's terminal
     sys.exit(1 if failed else 0)
 

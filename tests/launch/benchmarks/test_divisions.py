@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.divisions import Cell, _is_server, advised, planned, table
+from benchmarks.divisions import Cell, _is_server, advised, planned, settings, table
 from bus.errors import ConfigError
 
 FIGURES = {
@@ -42,6 +42,16 @@ def test_a_table_has_what_was_planned_beside_what_was_measured():
     assert table(rows).splitlines()[-1] == "| tiny | 1t1p1e1-1x1 | CPU | 2 (1.5) |  (0.4) |"
 
 
+def test_a_model_that_learns_has_the_settings_of_its_recipe_in_its_division(tmp_path: Path, monkeypatch):
+    cell, given = Cell.named("sums", "4t2p1e1-2x2"), {"model": {"dtype": "bfloat16"}}
+    assert settings(cell, tmp_path).actors.engine.slots == 128  # as the recipe has it
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = settings(cell, tmp_path, given)
+    assert (config.learner.target_accuracy, config.learner.world.processes) == (0.9, 4)
+    assert (config.actors.engine.server["tp_size"], config.model.dtype) == (2, "bfloat16")
+    assert config.supervision.environment["actors"] == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
 def test_a_process_that_ends_while_servers_are_looked_for_is_none():
     with subprocess.Popen(["true"]) as process:
         found = psutil.Process(process.pid)
@@ -65,6 +75,14 @@ def test_two_ranks_on_cpus_are_measured_to_the_end_of_all_kills(tmp_path: Path):
     found = measured(tmp_path, "--shapes", "tiny", "--divisions", "2t2p1e1-1x1", "--steps", "4")
     assert found.keys() >= FIGURES
     assert all(found[name] is not None for name in FIGURES - {"checkpoint_s"})
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(1600)
+def test_a_published_model_learns_on_gpus(tmp_path: Path):
+    found = measured(tmp_path, "--shapes", "sums", "--divisions", "1t1p1e1-1x1")
+    assert found["held_out"] is not None
+    assert found["held_out"] >= 0.85  # of the version measured last
 
 
 @pytest.mark.multi_gpu
