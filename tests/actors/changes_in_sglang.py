@@ -4,7 +4,7 @@ all weights, and says for each directory which parameters differ since."""
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,39 @@ def held(model: Any) -> dict[str, torch.Tensor]:
 
 
 def differing(directory: Path, settings: dict[str, Any]) -> dict[str, list[str]]:
-    """Return what differs between the two ways, and what either changed."""
+    """Return what differs between the two ways after two versions, what either changed, and the tensors of
+    the second one that the model itself had to load."""
     args = published(directory, settings)
-    path = torch.frombuffer(bytearray(str(directory / "changes").encode()), dtype=torch.uint8)
     first = {name: tensor.clone() for name, tensor in held(loaded(args)).items()}
     whole, some = loaded(args), loaded(args)
     wanted = updated(whole, lambda: whole.load_weights(list(load_file(directory / "later").items())))
-    found = updated(some, lambda: sluice_changes.apply_2(some, [("path", path)]))
-    return {"differ": list(other_bits(found, wanted)), "changed": list(other_bits(first, wanted))}
+    updated(some, lambda: apply(some, directory / "changes"))
+    by_model = loads_noted(some)
+    sluice_changes._places_of(some).prepare(some, directory / "changes-2")
+    found = updated(some, lambda: apply(some, directory / "changes-2"))
+    return {
+        "differ": list(other_bits(found, wanted)),
+        "changed": list(other_bits(first, wanted)),
+        "by_model": by_model,
+    }
+
+
+def apply(model: Any, file: Path) -> None:
+    """Have a model take changes as a server does."""
+    path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
+    sluice_changes.apply_2(model, [("path", path)])
+
+
+def loads_noted(model: Any) -> list[str]:
+    """Return a list that will have the names of the tensors that the model is given to load."""
+    names: list[str] = []
+    load = model.load_weights
+
+    def noting(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return load((names.append(name), (name, tensor))[1] for name, tensor in weights)
+
+    model.load_weights = noting
+    return names
 
 
 def other_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Iterator[str]:

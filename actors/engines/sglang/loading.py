@@ -10,6 +10,7 @@ from actors.engines.announced_version import Published
 from actors.engines.sglang.broadcast_group import LearnerGroup, Offer
 from actors.engines.sglang.changes import takes_changes
 from actors.engines.sglang.client.client import SglangClient, TooSlowError, UnreachableError
+from actors.engines.sglang.client.preparation import prepared
 from actors.engines.sglang.client.server_facts import ServerFacts, drafts, own_draft
 from actors.engines.sglang.client.tensor_files import State
 from actors.engines.sglang.client.weight_labels import weights_label
@@ -130,6 +131,8 @@ class Loading:
         if config.in_files:  # all outside the pause
             if certain and self._takes_changes:
                 changed = await asyncio.to_thread(self.held.write_changes, state)
+                if changed is not None:
+                    await prepared(changed)
             if changed is None and config.nodes > 1:
                 changed = await asyncio.to_thread(self.held.write_whole, state)
             elif changed is None and self._reads_files(config):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from actors.engines.sglang.changes import FARTHEST, changes, takes_changes
+from actors.engines.sglang.client.preparation import prepared
 from actors.engines.sglang.in_server import sluice_changes
-from actors.engines.sglang.in_server.sluice_changes import APPLY
+from actors.engines.sglang.in_server.sluice_changes import APPLY, READY, SOCKETS
 from actors.engines.sglang.weights import HeldWeights
 from tests.actors.sglang_stand_in import later
 
@@ -140,6 +141,122 @@ def test_a_model_that_takes_changes_is_as_one_that_took_all(held, dtype, piece, 
         apply(model, file)
         held.keep(state, version)
         assert same_bits(model, loaded(state, dtype))
+
+
+def noted_loads(model):
+    """Return a list that will have the names of what the model itself loads."""
+    names, load = [], model.load_weights
+    model.load_weights = lambda weights: load((names.append(name), (name, new))[1] for name, new in weights)
+    return names
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_what_a_model_copies_is_written_without_it_from_then_on(held, device):
+    torch.manual_seed(0)
+    first = policy(torch.bfloat16)
+    model = loaded(first, torch.bfloat16).to(device)
+    by_model = noted_loads(model)
+    held.keep(first, 0)
+    for version in (1, 2, 3, 4):
+        state = later(held.tensors, 0.02) | ({} if version % 2 else {"scale": first["scale"]})
+        file = held.write_changes(state)
+        await prepared(file)
+        apply(model, file)
+        held.keep(state, version)
+        assert same_bits(model.cpu() if version == 4 else model, loaded(state, torch.bfloat16).to(device))
+    assert sorted(by_model) == sorted([*first, *(name for name in "ab" for _ in range(3)), *["scale"] * 3])
+
+
+async def test_what_was_prepared_is_not_read_again(held):
+    torch.manual_seed(0)
+    first = {name: tensor for name, tensor in policy(torch.bfloat16).items() if name in ("q", "k", "down")}
+    model = Fused(torch.bfloat16)
+    model.load_weights(first.items())
+    held.keep(first, 0)
+    apply(model, held.write_changes(second := later(first, 0.02)))
+    held.keep(second, 1)
+    file = held.write_changes(third := later(second, 0.02))
+    (held.directory / SOCKETS.replace("*", "1")).touch()  # of a process that has ended
+    await prepared(file)
+    file.write_bytes(b"")
+    apply(model, file)
+    wanted = Fused(torch.bfloat16)
+    wanted.load_weights(third.items())
+    assert same_bits(model, wanted)
+
+
+def test_a_file_that_was_prepared_in_vain_changes_nothing(held):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = loaded(first, torch.float32)
+    held.keep(first, 0)
+    apply(model, held.write_changes(second := later(first, 0.02)))
+    held.keep(second, 1)
+    in_vain = held.write_changes(later(second, 0.02))
+    assert sluice_changes._places_of(model).prepare(model, in_vain) == READY
+    apply(model, held.write_changes(third := later(second, 0.03)))
+    assert same_bits(model, loaded(third, torch.float32))
+
+
+def test_changes_are_not_written_where_a_parameter_was(held):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = loaded(first, torch.float32)
+    by_model = noted_loads(model)
+    held.keep(first, 0)
+    for version in (1, 2, 3):
+        file = held.write_changes(state := later(held.tensors, 0.02))
+        sluice_changes._places_of(model).prepare(model, file)
+        model.qk.data = model.qk.data.clone()
+        apply(model, file)
+        held.keep(state, version)
+        assert same_bits(model, loaded(state, torch.float32))
+    assert by_model == 3 * list(by_model[: len(first)])
+
+
+class Summing(Fused):
+    def __init__(self, dtype) -> None:
+        super().__init__(dtype)
+        self.register_buffer("sum", torch.zeros(()))
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(weights)
+        self.sum = self.qk.float().sum()
+
+
+class Doubling(Fused):
+    """Changes what it has copied in a way that torch does not see."""
+
+    def load_weights(self, weights) -> None:
+        for one in weights:
+            super().load_weights([one])
+            if one[0] == "q":
+                self.qk.data.numpy()[: BIG // 2] *= 2
+
+
+def test_a_model_that_computes_from_what_it_loaded_loads_it_each_time(held):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = Summing(torch.float32)
+    model.load_weights(first.items())
+    held.keep(first, 0)
+    for version in (1, 2, 3):
+        apply(model, held.write_changes(state := later(held.tensors, 0.02)))
+        held.keep(state, version)
+        wanted = Summing(torch.float32)
+        wanted.load_weights(state.items())
+        assert torch.equal(model.sum, wanted.sum)
+
+
+def test_places_that_have_other_elements_than_came_are_not_known(held):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = Doubling(torch.float32)
+    model.load_weights(first.items())
+    held.keep(first, 0)
+    apply(model, held.write_changes(later(first, 0.02)))
+    known = sluice_changes._places_of(model)._known
+    assert sorted(known) == ["down", "embed", "k"]
 
 
 @pytest.mark.parametrize("far", [FARTHEST - 1, FARTHEST, FARTHEST + 1, 2 * FARTHEST, 3 * FARTHEST + 5])

@@ -39,17 +39,20 @@ async def test_both_ranks_take_new_weights_and_what_changed_of_them(model_dir, t
                 np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
         engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
         torch.manual_seed(0)
-        moved = {
-            name: torch.where(torch.rand(tensor.shape) < 0.05, tensor * 4, tensor)
-            for name, tensor in SECOND.state_dict().items()
-        }
+        moved = SECOND.state_dict()
         before = await of_both_ranks(engine)
-        await engine.load_weights(moved, 2)
-        assert changes == written
+        for version in (2, 3, 4):
+            moved = {
+                name: torch.where(torch.rand(tensor.shape) < 0.05, tensor * 1.25, tensor)
+                for name, tensor in moved.items()
+            }
+            await engine.load_weights(moved, version)
+        assert changes == 3 * written
+        assert (tmp_path / "engine.log").read_text().count("changes were prepared") == 4 * len(written)
         after = await of_both_ranks(engine)
-        await engine.load_weights(FIRST.state_dict(), 3)
-        await engine.load_weights(moved, 4)
-        assert changes == written
+        await engine.load_weights(FIRST.state_dict(), 5)
+        await engine.load_weights(moved, 6)
+        assert changes == 3 * written
         assert len(after) == 2
         assert before != after == await of_both_ranks(engine)
     finally:
