@@ -269,6 +269,9 @@ class BlobServer:
         try:
             at_once = PART_BYTES if self._config.bytes_per_s is None else BOUNDED_BYTES
             return await _send(request, found, self._counted, at_once)
+        except ConnectionResetError as error:  # aiohttp would log it as an error of this server
+            log.debug("reader_gone", name=request.match_info["name"], reason=str(error))
+            return web.Response()  # the connection is closed, so nobody gets it
         finally:
             found.close()
 
@@ -302,7 +305,7 @@ async def _send(
     while begin < end:
         part = await asyncio.to_thread(found.read, begin, min(at_once, end - begin))
         if not part:
-            raise ConnectionResetError("the file was cut while it was read")
+            raise OSError(f"{request.path} was cut while it was read")
         await counted(len(part))
         try:
             async with asyncio.timeout(STALLED_S):

@@ -204,8 +204,9 @@ async def test_connections_that_never_become_tls_give_way(
 
 @pytest.mark.parametrize("secured", [True, False])
 async def test_reader_that_takes_nothing_is_cut_off(
-    actor: Bus, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: bool
-):
+    actor: Bus, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], secured: bool,
+):  # fmt: skip
     monkeypatch.setattr(blob_http, "STALLED_S", 0.3)
     (tmp_path / "big.blob").write_bytes(bytes(64 << 20))
     server = BlobServer(partial(file_in, tmp_path), HttpTransport(), setting="x.port")
@@ -236,3 +237,4 @@ async def test_reader_that_takes_nothing_is_cut_off(
     assert taken < 64 << 20
     writer.close()
     await server.close()
+    assert "Traceback" not in capfd.readouterr().err

@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -44,3 +45,27 @@ async def test_connections_that_ask_for_nothing_give_way(bus: Bus, tmp_path: Pat
     for _, writer in mute:
         writer.close()
     await server.close()
+
+
+@pytest.mark.nats
+async def test_a_reader_that_goes_away_is_no_error(bus: Bus, tmp_path: Path, monkeypatch, capfd):
+    (tmp_path / "big.blob").write_bytes(bytes(64 << 20))
+    server = BlobServer(partial(file_in, tmp_path), ServerConfig(), setting="x.port")
+    port = int((await server.start(bus)).rpartition(":")[2])
+    gone, send = asyncio.Event(), blob_http._send
+
+    async def watched(*arguments: Any) -> Any:
+        try:
+            return await send(*arguments)
+        finally:
+            gone.set()
+
+    monkeypatch.setattr(blob_http, "_send", watched)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /big.blob HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(60):
+        await reader.readexactly(1 << 20)
+        writer.transport.abort()
+        await gone.wait()
+    await server.close()
+    assert "Traceback" not in capfd.readouterr().err
