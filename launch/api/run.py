@@ -24,12 +24,15 @@ from launch.run_view.history import Evaluation, Step, evaluation_of, is_evaluati
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
 from launch.run_view.run_files import finite, recorded_config
 from launch.trajectories.held_out import named_answers
+from launch.trajectories.search import told_left_out
 from launch.trajectories.stored_groups import stored_groups
 from launch.trajectories.token_texts import Decode, decoder
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.held_out_answers import HeldOutStore
 from storage.metrics.records import Record, integer, number
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,8 @@ class Run:
     def trajectories(self, *, held_out: bool = False) -> Stream[Trajectory]:
         """Return the trajectories of groups in store, a group's together, then of each group that completes.
 
-        Those that were retired before they were read are left out. `decode` gives their text. With `held_out`
+        Those that were retired before they were read, or are damaged, are left out, and a warning says how
+        many and why. `decode` gives their text. With `held_out`
         these are the answers to held-out prompts that `evaluation.kept_answers` keeps, which nothing trains
         on: their names begin with h, and `metadata["data_set"]` names their data set. Raises `ConfigError`
         where the run's shards are on other hosts, and what `wait` does at the end."""
@@ -299,6 +303,8 @@ class NewTrajectories:
     """Leases of the groups that were taken."""
     waiting: deque[int] = field(default_factory=deque)
     """Leases of complete groups that are taken next."""
+    left_out: dict[int, str] = field(default_factory=dict)
+    """Why groups could not be read, by lease, until that was told."""
 
     def __call__(self) -> Sequence[Trajectory]:
         """Return the trajectories of up to `AT_ONCE` groups. Raises `ConfigError` where no stores are."""
@@ -312,13 +318,16 @@ class NewTrajectories:
                     leases = list(islice(self.waiting, AT_ONCE))
                     found = [trajectory for group in groups.read(leases) for trajectory in group]
                     self.taken.update(self.waiting.popleft() for _ in leases)
+                    self.left_out.update(groups.left_out)
                     if found:
                         return found
-                return ()
+            if self.left_out:
+                log.warning("trajectories_incomplete", reason=told_left_out(self.left_out))
+                self.left_out.clear()
         except ConfigError:
-            if self.running():  # the run's storage makes the files
-                return ()
-            raise
+            if not self.running():  # else storage makes the files
+                raise
+        return ()
 
 
 @dataclass

@@ -42,6 +42,7 @@ async def trajectory_list(source: TrajectorySource, wanted: TrajectoryFilter) ->
         "below": found.below,
         "searched": found.searched,
         "complete": search.complete,
+        "left_out": search.left_out,
     }
 
 

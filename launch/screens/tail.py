@@ -44,7 +44,7 @@ async def tail_run(
 ) -> None:
     """Call `show` with each trajectory as an object, until `stop`, or until the run is over. Raises
     `ConfigError` where they cannot be read, and for filters of what is not known."""
-    async with opened(source, options.wanted, on_missing=_say_missing) as search:
+    async with opened(source, options.wanted) as search:
         tail = _Tail(source, search, options, show)
         seen = await tail.recent()
         while not (options.once or stop.is_set()):
@@ -65,6 +65,7 @@ class _Tail:
         self._options = options
         self._show = show
         self._problem = ""
+        self._left_out = ""
 
     async def recent(self) -> set[int]:
         """Show the newest trajectories, oldest first; return the leases of all groups that were complete."""
@@ -73,6 +74,7 @@ class _Tail:
             found = await newest(self._search, self._options.recent)
             shown = sorted(found.trajectories, key=lambda t: (t.lease_id, t.sample))[-self._options.recent :]
             await self._show_all(shown)
+            self._say_left_out()
             is_cut = len(shown) < len(found.trajectories)  # then the next page begins with that group
             below = shown[0].lease_id + 1 if is_cut else found.below
             if self._options.once and not shown:
@@ -88,6 +90,7 @@ class _Tail:
             for first in range(0, len(leases), AT_ONCE):
                 part = leases[first : first + AT_ONCE]
                 await self._show_all([t for group in await self._search.read(part) for t in group])
+                self._say_left_out()
                 seen.update(part)
                 if stop.is_set():
                     return
@@ -97,6 +100,11 @@ class _Tail:
             self._problem = str(error)
         else:
             self._problem = ""
+
+    def _say_left_out(self) -> None:
+        if self._left_out != self._search.left_out:
+            self._left_out = self._search.left_out
+            _say(self._left_out)
 
     async def _show_all(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
@@ -109,10 +117,6 @@ class _Tail:
                     t, self._search.decode, version, training[lease], token_ids=self._options.token_ids
                 )
                 self._show(one)
-
-
-def _say_missing(lease: int) -> None:
-    _say(f"group of lease {lease} is not shown: it was retired, or is damaged")
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
+
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.trajectory import TASK_KEYS, Trajectory
@@ -22,6 +24,7 @@ from storage.disk.file_errors import naming
 if TYPE_CHECKING:
     import pyarrow
 
+log = structlog.get_logger()
 AT_ONCE = 8
 """Groups that are read at a time."""
 TRAINED_AT_ONCE = 4096
@@ -80,6 +83,8 @@ async def export_run(
                         raise ConfigError(f"stopped after {count} trajectories: {path} was not made")
             finally:
                 writer.close()
+            if search.left_out:
+                log.warning("export_incomplete", reason=search.left_out)
     return count
 
 

@@ -65,6 +65,7 @@ class HeldOutTrajectories(StoredTrajectories):
 
 class _HeldOutGroups:
     def __init__(self, store: HeldOutStore, training: dict[int, GroupTraining]) -> None:
+        self.left_out: dict[int, str] = {}
         self._store = store
         self._training = training
 
@@ -73,6 +74,8 @@ class _HeldOutGroups:
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
         found = await asyncio.to_thread(self._store.read, leases)
+        gone = {*leases}.difference(found)
+        self.left_out.update(dict.fromkeys(sorted(gone), "storage has removed its answers meanwhile"))
         self._training.update({number: _training(one) for number, one in found.items()})
         return [named_answers(number, one) for number, one in found.items()]
 

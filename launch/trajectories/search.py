@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf, isnan
@@ -87,17 +87,20 @@ class Search:
     """One question about the groups of a run, which are open meanwhile."""
 
     def __init__(
-        self, source: TrajectorySource, groups: Groups, decode: Decode, wanted: TrajectoryFilter,
-        on_missing: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self, source: TrajectorySource, groups: Groups, decode: Decode, wanted: TrajectoryFilter
+    ) -> None:
         self.decode = decode
         self.complete = 0
         """Number of complete groups, when `leases` was asked last."""
         self._source = source
         self._groups = groups
         self._wanted = wanted
-        self._on_missing = on_missing
         self._recorded: set[str] | None = None
+
+    @property
+    def left_out(self) -> str:
+        """Say of how many groups that were to be read nothing could be, and why; empty without any."""
+        return told_left_out(self._groups.left_out)
 
     async def leases(self) -> list[int]:
         """Return the leases of the groups that are complete by now and may have what is wanted, ascending.
@@ -115,8 +118,6 @@ class Search:
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
         read = await self._groups.read(leases)
-        for lease in sorted({*leases}.difference(group[0].lease_id for group in read)):
-            self._on_missing(lease)
         groups = [[t for t in group if self._is_wanted(t)] for group in read]
         if self._wanted.is_of_ratios:
             groups = await self._with_ratios(groups)
@@ -146,18 +147,11 @@ class Search:
         ]
 
 
-def _ignore(lease: int) -> None:
-    """Say nothing of a group that cannot be read."""
-
-
 @asynccontextmanager
-async def opened(
-    source: TrajectorySource, wanted: TrajectoryFilter, *, on_missing: Callable[[int], None] = _ignore
-) -> AsyncIterator[Search]:
-    """Open the groups of a run for a search, which calls `on_missing` with the lease of each that cannot be
-    read. Raises `ConfigError` where none can."""
+async def opened(source: TrajectorySource, wanted: TrajectoryFilter) -> AsyncIterator[Search]:
+    """Open the groups of a run for a search. Raises `ConfigError` where none can be read."""
     async with source.groups() as groups:
-        yield Search(source, groups, await source.decode(), wanted, on_missing)
+        yield Search(source, groups, await source.decode(), wanted)
 
 
 @dataclass(frozen=True)
@@ -189,6 +183,15 @@ async def newest(search: Search, most: int, *, groups: int | None = None, second
             found += group
     more = leases[searched - 1] if searched and searched < len(leases) else None
     return Found(found, searched, more)
+
+
+def told_left_out(left_out: Mapping[int, str]) -> str:
+    """Say how many groups are left out and why the first is; empty without any."""
+    if not left_out:
+        return ""
+    lease, reason = next(iter(left_out.items()))
+    many = "1 group is" if len(left_out) == 1 else f"{len(left_out)} groups are"
+    return f"{many} left out, first that of lease {lease}: {reason}"
 
 
 def known_reward(t: Trajectory) -> float | None:

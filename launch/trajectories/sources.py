@@ -4,12 +4,10 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
-
-import structlog
 
 from bus.connection import Bus
 from bus.errors import ConfigError, UnreadableGroupsError
@@ -28,7 +26,6 @@ from learner.metrics import trained_logprobs
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import leases_of_step
 
-log = structlog.get_logger()
 CONNECT_S = 1.5
 STATE_S = 1.0
 """Seconds for which the state of a run is taken to stay as it is."""
@@ -39,6 +36,10 @@ NEWEST = 2048
 
 class Groups(Protocol):
     """Reads the complete groups of a run, for the time of one request."""
+
+    @property
+    def left_out(self) -> Mapping[int, str]:
+        """Return why groups that were to be read could not be, by lease."""
 
     async def leases(self) -> list[int]:
         """Return the leases of complete groups, ascending."""
@@ -127,6 +128,10 @@ class _StoredGroups:
         self._groups = groups
         self._is_fresh = True
 
+    @property
+    def left_out(self) -> Mapping[int, str]:
+        return self._groups.left_out
+
     async def leases(self) -> list[int]:
         return await asyncio.to_thread(self._leases)
 
@@ -137,7 +142,6 @@ class _StoredGroups:
         return self._groups.complete()
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
-        """Return the groups that are stored of these; retired and damaged ones are left out."""
         return await asyncio.to_thread(self._groups.read, leases)
 
 
@@ -211,6 +215,7 @@ class _SentGroups:
     """Reads groups that shards send over the bus."""
 
     def __init__(self, bus: Bus, shards: int) -> None:
+        self.left_out: dict[int, str] = {}
         self._bus = bus
         self._shards = shards
 
@@ -237,7 +242,7 @@ class _SentGroups:
         try:
             answers = await self._bus.request_many(subject, request, TrajectoryBatch, timeout_s=timeout_s)
         except UnreadableGroupsError as error:
-            log.debug("group_not_shown", lease=lease, reason=str(error))
+            self.left_out[lease] = str(error)
             return []
         return [trajectory for batch in answers for trajectory in batch.trajectories]
 

@@ -25,6 +25,8 @@ class GroupReader:
         self._stores: Sequence[ReplayStore] = ()
         self._opened = ExitStack()
         self._opened_anew = False
+        self.left_out: dict[int, str] = {}
+        """Why groups could not be read, by lease."""
 
     def open(self) -> None:
         """Open the stores as they are now; what was read of them before stays readable."""
@@ -39,7 +41,7 @@ class GroupReader:
         return sorted(lease for store in self._stores for lease in store.completed)
 
     def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
-        """Return the groups that are stored of these; retired and damaged ones are left out."""
+        """Return the groups that are stored of these; retired and damaged ones are `left_out`."""
         try:
             return read_groups(self._stores, leases)
         except (StorageError, LostDataError) as error:
@@ -47,7 +49,14 @@ class GroupReader:
         if not self._opened_anew:
             self.open()
             self._opened_anew = True
-        return [group for lease in leases for group in _readable(self._stores, lease)]
+        return [group for lease in leases for group in self._readable(lease)]
+
+    def _readable(self, lease: int) -> list[list[Trajectory]]:
+        try:
+            return read_groups(self._stores, [lease])
+        except (StorageError, LostDataError) as error:
+            self.left_out[lease] = str(error)
+            return []
 
 
 @contextmanager
@@ -78,10 +87,3 @@ def open_stores(run: RunDirectory, shards: int) -> Iterator[list[ReplayStore]]:
     with ExitStack() as stack:
         opened = (ReplayStore.open(path, writable=False) for path in paths)
         yield [stack.enter_context(closing(store)) for store in opened]
-
-
-def _readable(stores: Sequence[ReplayStore], lease: int) -> Iterator[list[Trajectory]]:
-    try:
-        yield from read_groups(stores, [lease])
-    except (StorageError, LostDataError) as error:
-        log.debug("group_not_shown", lease=lease, reason=str(error))

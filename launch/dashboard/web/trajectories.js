@@ -73,7 +73,8 @@ export class Trajectories {
     this.more.hidden = news.below === null;
     const all = this.list.children.length;
     this.found.textContent = `${all} ${all === 1 ? "trajectory" : "trajectories"}, newest first, of ${value(news.complete)} complete groups` +
-      (news.below === null ? "" : `; the search stopped after ${value(this.searched)} of them`);
+      (news.below === null ? "" : `; the search stopped after ${value(this.searched)} of them`) +
+      (news.left_out && `; ${news.left_out}`);
     this.mark();
   }
 

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import launch
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -23,6 +26,7 @@ from bus.streams.publish import Publisher
 from launch.dashboard.open_runs import OpenRuns
 from launch.dashboard.trajectories import one_group, one_trajectory, trajectory_list
 from launch.settings.run_config import RunConfig, validate
+from launch.trajectories.export import export_run
 from launch.trajectories.search import TrajectoryFilter
 from launch.trajectories.sources import BusTrajectories, StoredTrajectories
 from launch.trajectories.token_texts import decoder, token_texts
@@ -160,6 +164,18 @@ async def test_a_damaged_store_is_opened_once_more_and_its_groups_are_left_out(
         segment.write_bytes(content)
     assert {name[:9] for name in await names(run)} == {f"g{n:08}" for n in range(1, 12, 2)}
     assert opened == 2 * ["shard_00", "shard_01"]
+    listed = await trajectory_list(StoredTrajectories(run), TrajectoryFilter(below=3))
+    assert re.fullmatch(
+        "2 groups are left out, first that of lease 2: .* is corrupt: .*", str(listed["left_out"])
+    )
+    with structlog.testing.capture_logs() as logs:
+        rows = await export_run(
+            StoredTrajectories(run), TrajectoryFilter(), tmp_path / "x.jsonl", asyncio.Event()
+        )
+        assert len([*launch.attach(run.name, directory=tmp_path).trajectories()]) == rows == 6 * SAMPLES
+    told = [(one["event"], one["reason"].partition(": ")[0]) for one in logs if one["log_level"] == "warning"]
+    why = "6 groups are left out, first that of lease 0"
+    assert told == [("export_incomplete", why), ("trajectories_incomplete", why)]
 
 
 async def test_what_appears_after_a_first_look_is_found(tmp_path: Path):

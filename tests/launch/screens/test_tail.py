@@ -177,7 +177,7 @@ async def test_a_retired_group_is_named_and_left_out(
     stores[0].retire(stores[0].entries[0], None)
     found = await once(where, TailOptions(4, once=True))
     assert [one["lease_id"] for one in found] == [2, 2]
-    assert "launch: group of lease 0 is not shown: " in capsys.readouterr().err
+    assert "launch: 1 group is left out, first that of lease 0: " in capsys.readouterr().err
 
 
 @pytest.mark.nats
