@@ -43,44 +43,45 @@ async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyn
 
 
 async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
-    loop = asyncio.get_running_loop()
-    found = await bus.get_settled(key, RoleHolder)
-    deadline = time.monotonic() + EXPIRE_S
-    seen = found[1] if found else 0
-    while found is not None:
-        holder, revision = found
-        if revision != seen:  # after every read: another process may have taken over at the same time
-            raise ConfigError(
-                f"run {bus.topology.run!r} already has a {role}: process {holder.pid} on {holder.host}. "
-                "Stop it first, or start this one for another --run"
-            )
-        if lives_here(holder) is False or time.monotonic() >= deadline:
-            break
-        await asyncio.sleep(RENEW_S / 4)
-        asked_s = loop.time()
-        found = await bus.get_settled(key, RoleHolder)
-        if loop.time() - asked_s > RENEW_S:  # the bus was away: the holder could not renew its role either
-            deadline = time.monotonic() + EXPIRE_S
-    revision_now = await bus.swap(key, me, found[1] if found else 0)
-    if revision_now is None:
+    found, lives = await _watched(bus, role)
+    if found is not None and lives:
+        raise ConfigError(
+            f"run {bus.topology.run!r} already has a {role}: process {found[0].pid} on {found[0].host}. "
+            "Stop it first, or start this one for another --run"
+        )
+    revision = await bus.swap(key, me, found[1] if found else 0)
+    if revision is None:
         raise ConfigError(f"run {bus.topology.run!r}: another process became its {role} at the same moment")
-    return revision_now
+    return revision
 
 
 async def living_holder(bus: Bus, role: str) -> RoleHolder | None:
     """Return who holds a role and is seen to live: on this host, or as it renews the role. None after
     `EXPIRE_S` in which nobody did."""
-    key, seen, deadline = f"role.{role}", 0, time.monotonic() + EXPIRE_S
-    while (found := await bus.get(key, RoleHolder)) is not None:
-        holder, revision = found
-        lives = lives_here(holder)
-        if lives or (lives is None and revision > seen > 0):
-            return holder
-        if lives is False or time.monotonic() > deadline:
+    found, lives = await _watched(bus, role, trusts_pid=True)
+    return found[0] if found is not None and lives else None
+
+
+async def _watched(
+    bus: Bus, role: str, *, trusts_pid: bool = False
+) -> tuple[tuple[RoleHolder, int] | None, bool]:
+    """Return the holder of a role with the revision of its record, and whether it was seen to renew the role
+    within `EXPIRE_S`. With `trusts_pid` a process of its number on this host is it."""
+    loop = asyncio.get_running_loop()
+    found = await bus.get_settled(f"role.{role}", RoleHolder)
+    seen, deadline = found[1] if found else 0, time.monotonic() + EXPIRE_S
+    while found is not None:
+        lives = lives_here(found[0])
+        if lives is not False and (found[1] != seen or (lives and trusts_pid)):
+            return found, True
+        if lives is False or time.monotonic() >= deadline:
             break
-        seen = revision
         await asyncio.sleep(RENEW_S / 4)
-    return None
+        asked_s = loop.time()
+        found = await bus.get_settled(f"role.{role}", RoleHolder)
+        if loop.time() - asked_s > RENEW_S:  # the bus was away: the holder could not renew its role either
+            deadline = time.monotonic() + EXPIRE_S
+    return found, False
 
 
 async def _renew(bus: Bus, key: str, role: str, me: RoleHolder, revision: int) -> None:
