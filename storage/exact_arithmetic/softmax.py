@@ -6,6 +6,15 @@ from bus.errors import ConfigError
 from storage.exact_arithmetic.elementary import exp, log
 from storage.exact_arithmetic.sums import MOST_FRACTIONS, sum_of_fractions
 
+BLOCK_ELEMENTS = 1 << 20
+LEAST_BLOCK_ROWS = 8
+
+
+def block_rows(width: int) -> int:
+    """Return how many rows of logits a CPU takes at a time: these stay in its caches, and little is made
+    beside them. Torch rounds the sum of a single row otherwise than those of several."""
+    return max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // width)
+
 
 def refuse_vocabulary(size: int) -> None:
     """Raise `ConfigError` for more tokens than are added up exactly."""

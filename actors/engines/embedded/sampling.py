@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bus.config import MOST_KEPT
-from storage.exact_arithmetic.softmax import log_softmax
+from storage.exact_arithmetic.softmax import block_rows, log_softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,6 @@ class Controls:
 
 
 Drawn = tuple[Tensor, Tensor, list[np.ndarray] | None]
-BLOCK_ELEMENTS = 1 << 20
-"""Logits that a CPU draws from at a time: they stay in its caches, and four times as much is made of them."""
-LEAST_BLOCK_ROWS = 8
 
 
 def sample(logits: Tensor, controls: Controls, generator: torch.Generator, *, exact: bool = False) -> Drawn:
@@ -68,7 +65,7 @@ def sample(logits: Tensor, controls: Controls, generator: torch.Generator, *, ex
     rows, points = len(logits), None
     if not (controls.temperature == 0).all():
         points = torch.rand(rows, 1, dtype=torch.float64, device=logits.device, generator=generator)
-    most = max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // logits.shape[-1])
+    most = block_rows(logits.shape[-1])
     if logits.device.type != "cpu" or rows <= most:
         return _sampled(logits, controls, points, exact=exact)
     blocks = [slice(first, first + most) for first in range(0, rows, most)]

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from learner.backends.shared.multi_tensor import add_product
+from storage.exact_arithmetic.softmax import block_rows
 
 if torch.cuda.is_available():  # triton comes with torch for CUDA only
     from learner.backends.output import kernels
@@ -321,16 +322,10 @@ def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return max x, sum exp(x - max x) and sum exp(x - max x) (x - max x) of each row x of scaled logits."""
     if logits.is_cuda:
         return kernels.softmax_sums(logits, scale)
-    blocks = -(-len(logits) // max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // logits.shape[-1])) or 1
+    blocks = -(-len(logits) // block_rows(logits.shape[-1])) or 1
     parts = zip(logits.tensor_split(blocks), scale.tensor_split(blocks), strict=True)
     largest, total, weighted = map(torch.cat, zip(*(_sums_of_block(*part) for part in parts), strict=True))
     return largest, total, weighted
-
-
-BLOCK_ELEMENTS = 1 << 20
-"""Logits that a CPU takes the sums of at a time: they stay in its caches, and little is made beside them."""
-LEAST_BLOCK_ROWS = 8
-"""Least rows of a block; torch rounds the sum of a single row otherwise than those of several."""
 
 
 def _sums_of_block(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from actors.engines.base import Sampling
-from actors.engines.embedded import sampling
 from actors.engines.embedded.sampling import Controls, sample
 from bus.config import MOST_KEPT
+from storage.exact_arithmetic import softmax
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.0, -3.0, 1.0])
 
@@ -140,7 +140,7 @@ def test_rows_that_are_drawn_block_by_block_are_to_the_bit_those_of_all_at_once(
     controls = controls_of(*[kind for kind in kinds for _ in range(45 // len(kinds))])  # some blocks of one
     logits, found = 3 * torch.randn(45, 997), []
     for elements in (1 << 20, 1):
-        monkeypatch.setattr(sampling, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(softmax, "BLOCK_ELEMENTS", elements)
         generator = torch.Generator().manual_seed(0)
         found.append((sample(logits, controls, generator, exact=exact), torch.rand(1, generator=generator)))
     (whole, after), (ours, after_ours) = found
