@@ -35,9 +35,9 @@ def plan_lines(found: Plan, asked: Question) -> Iterator[str]:
             f"the longest length at once"
         )
     length = asked.prompt_tokens + asked.answer_tokens
-    generation = "not on GPUs" if found.generation_s is None else f"{found.generation_s:,.1f} s"
+    generation = "not on GPUs" if found.generation_s is None else _time(found.generation_s)
     yield (
-        f"a step    {found.step_tokens:,} tokens in sequences of {length:,}: training {found.step_s:,.1f} s "
+        f"a step    {found.step_tokens:,} tokens in sequences of {length:,}: training {_time(found.step_s)} "
         f"at an MFU of {found.mfu:.2f}, generation {generation}"
     )
     yield f"          {found.waits}"
@@ -58,6 +58,12 @@ def _instead(found: Plan) -> str:
     if not found.instead:
         return "no setting that is tried fits: give more GPUs, or GPUs with more memory"
     return f"fits with {' '.join(found.instead)}"
+
+
+def _time(value_s: float) -> str:
+    if value_s < 0.0995:
+        return f"{1e3 * value_s:.3g} ms"
+    return f"{value_s:.3g} s" if value_s < 999.5 else f"{value_s:,.0f} s"
 
 
 def _gib(value: int) -> str:

@@ -410,3 +410,14 @@ def test_streams_hold_seconds_of_traffic_and_less_than_a_step_is_told_with_the_r
     small = replace(found, stream_bytes=found.step_bytes - 1)
     [line] = [line for line in plan_lines(small, question) if "LESS THAN" in line]
     assert f"--bus.streams.trajectories-mib {2 * found.step_bytes >> 20}" in line
+
+
+def test_times_have_three_digits_of_milliseconds_too(tmp_path: Path):
+    question = asked(2)
+    found = plan(run_of(SMALL, tmp_path, actors={"engine": {"type": "sglang"}}), SMALL, question)
+    for training_s, generation_s, told in (
+        (0.00123456, 0.0994, "training 1.23 ms at an MFU of 0.50, generation 99.4 ms"),
+        (0.0996, 12_345.6, "training 0.0996 s at an MFU of 0.50, generation 12,346 s"),
+    ):
+        lines = plan_lines(replace(found, step_s=training_s, generation_s=generation_s, mfu=0.5), question)
+        assert any(line.endswith(told) for line in lines)
