@@ -134,9 +134,9 @@ def settings(cell: Cell, directory: Path, *given: Layer) -> RunConfig:
     return resolve(defaults(cell.shape, directory / cell.shape, devices={}), own, *given)
 
 
-def planned(cell: Cell, directory: Path) -> Plan:
+def planned(cell: Cell, directory: Path, *given: Layer) -> Plan:
     """Return what `launch plan` says of a run. Raises `ConfigError` for one that it refuses."""
-    config: Any = settings(cell, directory)
+    config: Any = settings(cell, directory, *given)
     answer = config.actors.environment.lengths.median
     asked = Question(own_gpu() or GPUS["h200"], cell.gpus, PROMPT_TOKENS, int(answer))
     return plan(config, shape(cell.shape), asked, instead=False)
@@ -307,9 +307,9 @@ def _rss_gib(process: psutil.Process) -> float:
     return 0.0
 
 
-def predicted(cell: Cell, directory: Path) -> Figures:
+def predicted(cell: Cell, directory: Path, *given: Layer) -> Figures:
     """Return what `launch plan` says of the figures that it knows."""
-    said = planned(cell, directory)
+    said = planned(cell, directory, *given)
     step_s = max(said.step_s, said.generation_s or 0.0)
     return {
         "trained_tokens_per_s_per_gpu": said.step_tokens / step_s / cell.gpus, "step_s": step_s,
@@ -347,7 +347,7 @@ def main() -> None:
     given = parser.parse_args()
     configure_logging("info")
     given.directory.mkdir(parents=True, exist_ok=True)
-    path, failed = given.directory / ROWS, 0
+    path, layers, failed = given.directory / ROWS, [*map(config_file, given.config)], 0
     cells: list[Cell] = []
     for name in given.shapes.split(","):
         named = [Cell.named(name, one) for one in given.divisions.split(",") if one]
@@ -360,14 +360,14 @@ def main() -> None:
         if any(row.items() <= found.items() for found in read_records(path)):
             continue
         try:
-            run = MeasuredRun(cell, given.directory, *map(config_file, given.config))
+            run = MeasuredRun(cell, given.directory, *layers)
             learns = cell.shape == LEARNS
             row["measured"] = dict(asyncio.run(run.learn() if learns else run.measure(given.steps)))
         except SluiceError as error:
             failed += 1
             log.error("cell_failed", cell=cell.name, reason=str(error))
         else:
-            expected = {} if learns else predicted(cell, given.directory)
+            expected = {} if learns else predicted(cell, given.directory, *layers)
             append_records(path, [row | {"planned": dict(expected)}])
     print(table(list(read_records(path))))  # noqa: T201 - the user's terminal
     sys.exit(1 if failed else 0)
