@@ -34,8 +34,8 @@ async def refuse_models(configs: Sequence[RunConfig]) -> list[str]:
         return await answered_apart(_remarks_unless_refused, seen, limit_s=LIMIT_S)
     except TimeoutError as error:
         raise ConfigError(
-            f"{model}: it could not be told within {LIMIT_S:g} s whether the learner "
-            "trains this model: is its config.json right?"
+            f"{model}: the process that looks whether the learner trains this model did not end within "
+            f"{LIMIT_S:g} s, where the largest take a minute: start again when this host is less busy"
         ) from error
     except NoAnswerError as error:
         raise ConfigError(

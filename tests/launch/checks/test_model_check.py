@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bus.errors import ConfigError
 from bus.process import called_apart
-from launch.checks import memory_check
+from launch.checks import memory_check, model_check
 from launch.checks.model_check import refuse_model, refuse_models
 from launch.checks.model_remarks import model_remarks
 from launch.settings.run_config import resolve
@@ -255,6 +255,13 @@ async def test_the_process_that_looks_tells_what_is_wrong_and_a_killed_one_is_na
     killed = ("/bin/sh", "-c", "cat > /dev/null; kill -9 $$")
     monkeypatch.setattr(called_apart, "module_command", lambda _: killed)
     with pytest.raises(ConfigError, match=r"ended with signal SIGKILL.*memory left"):
+        await refuse_models([settings(model)])
+
+
+async def test_a_look_that_takes_too_long_is_the_hosts_fault(model: Path, monkeypatch):
+    monkeypatch.setattr(called_apart, "module_command", lambda _: ("sleep", "600"))
+    monkeypatch.setattr(model_check, "LIMIT_S", 0.1)
+    with pytest.raises(ConfigError, match=r"did not end within 0\.1 s.*start again when this host is less"):
         await refuse_models([settings(model)])
 
 
