@@ -2,8 +2,10 @@
 
 import mmap
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from math import prod
@@ -20,6 +22,11 @@ ALIGNED_BYTES = 64
 """Tensors start at multiples of so many bytes."""
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 """No shared memory, of which containers often have little."""
+LOCKED_BYTES = 256 << 20
+"""So much is locked at a time beside training: other calls of CUDA have to wait for each."""
+LOCKING_THREADS = 4
+LOCKING_TIMEOUT_S = 600.0
+"""Locking takes a second for some gigabytes; one that is not done by then has failed."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -40,15 +47,31 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
     Each tensor has a storage of its own, so that it can be saved without the others.
     Raises `TrainingError` when the system does not let so much be locked."""
     wanted = list(wanted)
-    sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    padded = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
-    pages = mmap.mmap(-1, page_bytes(sum(padded)), flags=PRIVATE)
-    with suppress(AttributeError, OSError):  # not every system has large ones: they are locked sooner
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(pages, np.uint8)
+    memory = _pages(padded_bytes(wanted))
     if page_locked:
         lock_pages(memory)
-    starts = accumulate(padded, initial=0)
+    return _tensors_in(memory, wanted)
+
+
+def padded_bytes(wanted: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
+    """Return the bytes that such tensors take one after another."""
+    return sum(_padded(prod(shape) * dtype.itemsize) for shape, dtype in wanted)
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _pages(size_bytes: int) -> np.ndarray:
+    pages = mmap.mmap(-1, page_bytes(size_bytes), flags=PRIVATE)
+    with suppress(AttributeError, OSError):  # not every system has large ones: they are locked sooner
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
+
+
+def _tensors_in(memory: np.ndarray, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    starts = accumulate(map(_padded, sizes), initial=0)
     return [
         torch.from_numpy(memory[start : start + size]).view(dtype).view(tuple(shape))
         for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)  # one start is left
@@ -82,14 +105,26 @@ class StateCopies:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], copied: Sequence[Tensor | None], arrived: torch.cuda.Event | None
-    ) -> None:
-        """Hold `tensors`. Those with a copy in `copied` have `arrived` there after the event."""
+        self, tensors: Sequence[Tensor], copied: Sequence[Tensor | None], arrived: torch.cuda.Event | None, *,
+        begun: torch.cuda.Event | None = None, waited_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Hold `tensors`. Those with a copy in `copied` have `arrived` there after the event; the device
+        began at the event `begun`."""
+        self.waited_s = waited_s
+        """Seconds that training has waited for page-locked memory."""
+        self._begun = begun
         self._sources = tensors if arrived is not None else ()  # the device reads them: nobody may free them
         self._copies = list(copied)
         self._waiting = {n: tensor for n, tensor in enumerate(tensors) if copied[n] is None}
         self._arrived = arrived
         self._lock = threading.Lock()
+
+    @property
+    def copied_s(self) -> float:
+        """Return the seconds in which the device copied, beside training, once all is written."""
+        if self._begun is None or self._arrived is None:
+            return 0.0
+        return float(self._begun.elapsed_time(self._arrived)) / 1000
 
     def take(self, number: int) -> Tensor:
         """Return the copy of a tensor, once; any thread may call this."""
@@ -132,32 +167,109 @@ class StateReaders:
         self.published = self.saved = None
 
 
+class LockedMemory:
+    """Memory whose pages threads touch and lock, part after part, while other work goes on."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._memory = _pages(size_bytes)
+        self.address = self._memory.ctypes.data
+        starts = range(0, len(self._memory), LOCKED_BYTES)
+        self._parts = [self._memory[start : start + LOCKED_BYTES] for start in starts]
+        device = torch.cuda.current_device()
+        threads = ThreadPoolExecutor(LOCKING_THREADS, thread_name_prefix="locking")
+        self._locking = [threads.submit(_touch_and_lock, part, device) for part in self._parts]
+        threads.shutdown(wait=False)
+
+    @property
+    def is_locked(self) -> bool:
+        return all(part.done() for part in self._locking)
+
+    def tensors(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Return tensors of these shapes and dtypes in it, once all of it is locked. Raises `TrainingError`
+        when the system does not let so much be locked."""
+        deadline = time.monotonic() + LOCKING_TIMEOUT_S
+        for part in self._locking:
+            try:
+                part.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise TrainingError(
+                    f"CUDA has not locked {self.size_bytes:,} bytes of the host's memory for checkpoints "
+                    f"after {LOCKING_TIMEOUT_S:.0f} s: free some of the memory"
+                ) from None
+        return _tensors_in(self._memory, wanted)
+
+
+def _touch_and_lock(memory: np.ndarray, device: int) -> None:
+    memory[:: mmap.PAGESIZE] = 0  # the system makes the pages here, and not while CUDA lets no other call in
+    with torch.cuda.device(device):  # else the device of new threads, which may be another rank's
+        lock_pages(memory)
+
+
+def pieces(place: Tensor, source: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a tensor with their sources, none of which crosses a border between locked parts: CUDA
+    copies to one of them at a time. `place` starts at byte `start` of the memory."""
+    if start % LOCKED_BYTES + place.nbytes <= LOCKED_BYTES:
+        yield place, source
+        return
+    to, of = place.reshape(-1).view(torch.uint8), source.contiguous().reshape(-1).view(torch.uint8)
+    first = 0
+    while first < place.nbytes:
+        end = min(place.nbytes, first + LOCKED_BYTES - (start + first) % LOCKED_BYTES)
+        yield to[first:end], of[first:end]
+        first = end
+
+
 class CopyBuffers:
     """Page-locked host memory that one checkpoint after another reuses, since to lock it takes seconds."""
 
     def __init__(self) -> None:
-        self._memory: list[Tensor] = []
+        self._memory: LockedMemory | None = None
+        self._wanted: list[tuple[Sequence[int], torch.dtype]] = []
+        self._places: list[Tensor] = []
         self._beside: torch.cuda.Stream | None = None
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Begin to lock memory for copies of these tensors, or of others that take as much, on threads."""
+        if size_bytes := padded_bytes((tensor.shape, tensor.dtype) for tensor in tensors if tensor.is_cuda):
+            self._reserve(size_bytes)
+
+    def _reserve(self, size_bytes: int) -> LockedMemory:
+        if self._memory is None or size_bytes > self._memory.size_bytes:
+            self._memory, self._wanted, self._places = None, [], []  # freed before more is allocated
+            self._memory = LockedMemory(size_bytes)
+        return self._memory
+
+    @property
+    def is_locked(self) -> bool:
+        """Tell whether `copies` need not wait for memory that `prepare` began to lock."""
+        return self._memory is None or self._memory.is_locked
 
     def copies(self, tensors: Sequence[Tensor]) -> StateCopies:
         """Begin to copy the tensors, over the copies of the call before, which must be written."""
         tensors = [tensor.detach() for tensor in tensors]
         sources = [tensor for tensor in tensors if tensor.is_cuda]
-        wanted = [(tensor.shape, tensor.dtype) for tensor in sources]
-        if wanted != [(memory.shape, memory.dtype) for memory in self._memory]:
-            self._memory = []  # freed before more is allocated
-            self._memory = host_memory(wanted, page_locked=True)
         if not sources:
             return StateCopies(tensors, [None] * len(tensors), None)
+        began = time.perf_counter()
+        wanted: list[tuple[Sequence[int], torch.dtype]] = [(each.shape, each.dtype) for each in sources]
+        memory = self._reserve(padded_bytes(wanted))
+        if wanted != self._wanted:
+            self._places, self._wanted = memory.tensors(wanted), wanted
+        waited_s = time.perf_counter() - began
         self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._beside.wait_stream(torch.cuda.current_stream())
-        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        arrived = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._beside):
-            for memory, source in zip(self._memory, sources, strict=True):
-                memory.copy_(source, non_blocking=True)
+            begun.record()
+            for place, source in zip(self._places, sources, strict=True):
+                for to, of in pieces(place, source, place.data_ptr() - memory.address):
+                    to.copy_(of, non_blocking=True)
             arrived.record()
-        places = iter(self._memory)
-        return StateCopies(tensors, [next(places) if t.is_cuda else None for t in tensors], arrived)
+        places = iter(self._places)
+        copied = [next(places) if tensor.is_cuda else None for tensor in tensors]
+        return StateCopies(tensors, copied, arrived, begun=begun, waited_s=waited_s)
 
 
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}

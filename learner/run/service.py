@@ -171,6 +171,7 @@ def build(
         heldout_demonstrations=initial.heldout_demonstrations, images=initial.images, whole=initial.whole,
     )  # fmt: skip
     return_freed_memory()  # of what was read
+    backend.prepare_checkpoints()
     size = published_bytes(initial.state, published_dtype(settings.learner, settings.model))
     return Built(World(channel, rank, settings), progress, size)
 

@@ -148,6 +148,14 @@ class TrainedAdapters:
 class StagedFiles(Protocol):
     """A rank's part of a checkpoint, copied to the host; training may go on, and nothing is written yet."""
 
+    @property
+    def waited_s(self) -> float:
+        """Return the seconds that training has waited for memory to copy to."""
+
+    @property
+    def copied_s(self) -> float:
+        """Return the seconds in which the device copied beside training, once all is written."""
+
     def write(self) -> dict[str, str]:
         """Write this rank's files on a thread, without any collective; return their xxh3-128 by name."""
 
@@ -322,6 +330,10 @@ class Backend(Protocol):
 
     def training_state(self) -> dict[str, JsonValue]:
         """Return where training stands, and what of it must be the same to go on from there."""
+
+    def prepare_checkpoints(self) -> None:
+        """Begin to lock the memory that checkpoints are copied to, beside training, where there is a GPU.
+        Every rank calls this when its state is whole."""
 
     def stage_checkpoint(self, directory: Path) -> StagedFiles:
         """Begin to copy weights, optimizer, random generators, own frozen policies and critic, to be written

@@ -343,12 +343,18 @@ class FsdpTrainer:
             "policies": [*sorted(self.frozen.own)],
         }
 
+    def prepare_checkpoints(self) -> None:
+        self._checkpoint_buffers.prepare(local(tensor) for tensor in self._saved().values())
+
+    def _saved(self) -> dict[str, Tensor]:
+        policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}
+        return self._entries(policies) | checkpoint.generator_states()
+
     def stage_checkpoint(self, directory: Path) -> checkpoint.StagedShards:
         """Begin to copy weights, optimizer, random generators and own frozen policies, to be written there.
         Of a model with adapters these alone are copied."""
         self._settle()
-        policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}
-        entries = self._entries(policies) | checkpoint.generator_states()
+        entries = self._saved()
         staged = checkpoint.stage(entries, directory, self._checkpoint_buffers)
         self._readers.saved = staged.copies
         return staged

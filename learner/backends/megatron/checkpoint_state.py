@@ -24,10 +24,14 @@ from learner.backends.megatron.core.megatron_core import (
     MegatronModule,
     MegatronOptimizer,
     ShardedObject,
+    ShardedTensor,
     add_prefix_for_sharding,
     dist_checkpointing,
     filesystem_async,
+    is_main_replica,
+    nested_values,
     parallel_state,
+    save_preprocess,
     torch_dist_strategy,
 )
 from learner.backends.megatron.fingerprint import differences_from, fingerprint
@@ -97,6 +101,14 @@ class StagedWrites:
     copies: StateCopies
     """What is written: `keep` must be called before it changes."""
 
+    @property
+    def waited_s(self) -> float:
+        return self.copies.waited_s
+
+    @property
+    def copied_s(self) -> float:
+        return self.copies.copied_s
+
     def write(self) -> dict[str, str]:
         self.writes()
         return {file.name: file_digest(file) for file in self.files}
@@ -149,6 +161,15 @@ def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers) -> St
         content_metadata=dict(SHARDING),
     )
     return stage(request, buffers)
+
+
+def saved_tensors(trainer: "Trainer") -> list[Tensor]:
+    """Return the tensors that `stage_state` copies. Every rank calls this."""
+    trainer.settle_parameters()
+    state = _sharded_state(trainer, trainer.frozen.own, is_loading=False)
+    sharded, _ = save_preprocess(state, validate_access_integrity=False)
+    entries = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]
+    return [entry.data for entry in entries if is_main_replica(entry.replica_id)]
 
 
 def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from learner.backends.megatron.checkpoint_state import (
     StagedWrites,
     load_state,
     refuse_other_training,
+    saved_tensors,
     stage_state,
     training_state,
 )
@@ -320,6 +321,10 @@ class Trainer:
 
     def training_state(self) -> dict[str, JsonValue]:
         return training_state(self)
+
+    def prepare_checkpoints(self) -> None:
+        if device().type == "cuda":
+            self._checkpoint_buffers.prepare(saved_tensors(self))
 
     def stage_checkpoint(self, directory: Path) -> StagedWrites:
         staged = stage_state(self, directory, self._checkpoint_buffers)

@@ -140,6 +140,9 @@ class TorchBackend:
     def training_state(self) -> dict[str, Any]:
         return {"updates_done": self.updates_done}
 
+    def prepare_checkpoints(self) -> None:
+        pass
+
     def stage_checkpoint(self, directory: Path) -> "Staged":
         state = {
             "model": self.export(),
@@ -164,6 +167,8 @@ class TorchBackend:
 class Staged:
     copied: Path
     file: Path
+    waited_s = 0.0
+    copied_s = 0.0
 
     def write(self) -> dict[str, str]:
         self.copied.rename(self.file)

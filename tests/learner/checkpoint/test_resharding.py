@@ -1,10 +1,13 @@
 """A checkpoint of one layout goes on under another as if nothing had happened."""
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from learner.backends.megatron.checkpoint_state import saved_tensors
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -95,8 +98,17 @@ def train(layout: dict[str, object], model_changes: dict[str, object], mode: str
         result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm))
     if mode == "save":
+        prepared, copied = bytes_of(saved_tensors(trainer)), []
+        buffers = trainer._checkpoint_buffers
+        copies = buffers.copies
+        buffers.copies = lambda tensors: copied.append(bytes_of(tensors)) or copies(tensors)
         save_checkpoint(trainer, root, 2, {}, keep=1)
+        assert copied == [prepared], "each rank locks memory for what it copies"
     return results
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.fixture(scope="module")

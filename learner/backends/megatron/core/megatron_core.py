@@ -53,7 +53,13 @@ with megatron_import_warnings_silenced():
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        is_main_replica,
+    )
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -201,11 +207,13 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "is_main_replica",
     "make_sharded_tensors_for_checkpoint",
     "nested_values",
     "parallel_state",
     "param_is_not_shared",
     "save_config",
+    "save_preprocess",
     "sharded_state_dict_default",
     "tensor_parallel",
     "torch_dist_strategy",
