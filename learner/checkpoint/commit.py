@@ -45,21 +45,34 @@ class PendingCheckpoint:
         publish: Callable[[Mapping[str, str]], list[Path]],
         temporary: Path,
         final: Path,
+        after: "PendingCheckpoint | None",
+        seconds: dict[str, float],
     ) -> None:
         """Begin to write on a thread. `start_checkpoint` makes one of these."""
         self.finished = False
+        self.seconds = seconds
+        """Parts of the time that beginning took, and of that beside training once all is written."""
         self._staged = staged
         self._publish = publish
         self._final = final
         self._deadline = time.monotonic() + WRITING_TIMEOUT_S
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = self._thread.submit(_written, staged, temporary, final)
+        self._writing = self._thread.submit(self._write, temporary, after)
         self._removing: Future[None] | None = None
 
     @property
     def written(self) -> bool:
         """Tell whether this rank's files are on disk, so that `finish` need not wait for them."""
         return self._writing.done()
+
+    def _write(self, temporary: Path, after: "PendingCheckpoint | None") -> dict[str, str]:
+        if after is not None:
+            with naming(self._final.parent):
+                after.old_removed()
+        began = time.perf_counter()
+        digests = _written(self._staged, temporary, self._final)
+        self.seconds |= {"write": time.perf_counter() - began, "copy": self._staged.copied_s}
+        return digests
 
     def finish(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name; then it survives a power cut.
@@ -78,7 +91,8 @@ class PendingCheckpoint:
         self._raise_any(failure)  # nobody commits before the checkpoint has its name
 
     def old_removed(self) -> None:
-        """Wait until the checkpoints that this one took the place of are gone. Raises `OSError`."""
+        """Wait until the checkpoints that this one took the place of are gone. Raises `OSError`. Any thread
+        may call this."""
         if self._removing is not None:
             self._removing.result(WRITING_TIMEOUT_S)
 
@@ -142,7 +156,9 @@ def start_checkpoint(
 ) -> PendingCheckpoint:
     """Copy everything `load_checkpoint` needs, and begin to write it. Every rank calls this.
 
-    There is one such checkpoint at a time: `after`, the one before, is finished first.
+    There is one such checkpoint at a time: `after`, the one before, is finished first. Training does not wait
+    for the removal of those that it took the place of, but on rank 0 the writing does: the disk never holds
+    more of that rank than one checkpoint besides those to keep.
 
     Args:
         backend: may train on as soon as this returns.
@@ -152,18 +168,22 @@ def start_checkpoint(
         keep: how many of the newest checkpoints remain.
         besides: steps whose checkpoints remain whatever their age.
         after: the checkpoint before, if it may be unfinished."""
+    began = time.perf_counter()
     if after is not None:
         after.finish()
-        with naming(root):
-            after.old_removed()
+    finished = time.perf_counter()
     if dist.get_rank() == 0:
-        checkpoints.recover(root)
+        if after is None:  # else nothing is left over but what is being removed
+            checkpoints.recover(root)
         checkpoints.temporary(root, step)
     dist.barrier()  # the directory is there before another rank writes into it
+    made = time.perf_counter()
     temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
     with naming(final):
         staged = backend.stage_checkpoint(temporary)
     training = backend.training_state()
+    seconds = {"before": finished - began, "directory": made - finished, "memory": staged.waited_s}
+    seconds["state"] = time.perf_counter() - made - staged.waited_s
 
     def publish(digests: Mapping[str, str]) -> list[Path]:
         backend.hf_config.save_pretrained(temporary)
@@ -173,7 +193,7 @@ def start_checkpoint(
         checkpoints.replace(temporary, final)
         return checkpoints.prune(root, keep, besides=besides)
 
-    return PendingCheckpoint(staged, publish, temporary, final)
+    return PendingCheckpoint(staged, publish, temporary, final, after, seconds)
 
 
 def _written(staged: StagedFiles, temporary: Path, final: Path) -> dict[str, str]:

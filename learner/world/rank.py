@@ -356,6 +356,11 @@ class Rank:
             lambda: start_checkpoint(backend, root, named, extra, keep=keep, besides=kept, after=before)
         )
 
+    @property
+    def checkpoint_seconds(self) -> dict[str, float]:
+        """Return the parts of the time of the checkpoint begun last."""
+        return {} if self._saving is None else dict(self._saving.seconds)
+
     async def written(self) -> bool:
         """Tell whether every rank has written its part of the checkpoint begun last."""
         mine = self._saving is None or self._saving.written

@@ -5,10 +5,14 @@ weights trains and is saved again and again, on the GPU if there is one, and und
 `save` has the seconds of these parts:
 
 - `begin_s` and `finish_s`: training stands still, between two steps, to begin and to finish the checkpoint;
+- `parts_s`: of the beginning, ending the checkpoint `before`, making the `directory`, waiting for locked
+  `memory`, listing the `state`; beside training, the `copy` and the `write`;
 - `step_s`: the steps beside the writing, of which the first also waits for copies that are not complete;
 - `written_s`: until the files are durable.
 
-`copy_limit_s` is the time in which the largest part of a rank goes to the host at 55 GB/s.
+`copy_limit_s` is the time in which the largest part of a rank goes to the host at 55 GB/s. `locking_step_s`
+are the steps beside the locking of memory for copies, which takes `locked_s`; with `--unprepared` the first
+save locks it.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from benchmarks.learner_workloads import Workload
 from benchmarks.model_shapes import SHAPES
 from benchmarks.random_models import shape
 from bus.codec import Json
+from bus.process.process_tuning import few_collections
 from launch.process.log_settings import configure_logging
 from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import Backend
@@ -35,6 +40,7 @@ from learner.config.loss import ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.distributed.process_group import gathered
+from learner.host_memory.copies import CopyBuffers
 from storage.disk import checkpoints
 
 COPY_BYTES_PER_S = 55e9
@@ -43,7 +49,7 @@ GIB = 1 << 30
 
 
 def bench_checkpoints(
-    backend: Backend, workload: Workload, directory: Path, *, saves: int, steps: int
+    backend: Backend, workload: Workload, directory: Path, *, saves: int, steps: int, prepared: bool
 ) -> dict[str, Json]:
     """Return the figures of so many saves, each with so many steps before it and beside it at least."""
     batches, objective = workload.batches(), Objective(ReinforceLoss())
@@ -57,6 +63,14 @@ def bench_checkpoints(
     figures: list[Json] = []
     pending = None
     step()  # makes what the first step makes
+    beside_locking: list[Json] = []
+    began = time.perf_counter()
+    if prepared:
+        backend.prepare_checkpoints()
+        buffers: CopyBuffers = backend._checkpoint_buffers  # type: ignore[attr-defined]  # both have them
+        while not all(gathered(buffers.is_locked)):
+            beside_locking.append(step())
+    locked_s = time.perf_counter() - began
     for number in range(saves):
         before, undisturbed = _memory_gib("VmRSS"), [step() for _ in range(steps)]
         _forget_peak()
@@ -70,12 +84,16 @@ def bench_checkpoints(
         pending.finish()
         figures.append({
             "undisturbed_step_s": undisturbed, "begin_s": begin_s, "step_s": beside,
+            "parts_s": {**pending.seconds},
             "written_s": written - began, "finish_s": time.perf_counter() - written,
             "memory_before_gib": before, "peak_memory_gib": _memory_gib("VmHWM"),
             "memory_after_gib": _memory_gib("VmRSS"),
         })  # fmt: skip
     sizes = [_size_bytes(directory, rank) for rank in range(dist.get_world_size())]
-    return {"size_bytes": [*sizes], "copy_limit_s": max(sizes) / COPY_BYTES_PER_S, "saves": figures}
+    return {
+        "size_bytes": [*sizes], "copy_limit_s": max(sizes) / COPY_BYTES_PER_S, "locked_s": locked_s,
+        "locking_step_s": beside_locking, "saves": figures,
+    }  # fmt: skip
 
 
 def _size_bytes(directory: Path, rank: int) -> int:
@@ -109,6 +127,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="steps before and beside each save, at least")
     parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary one")
+    parser.add_argument("--unprepared", action="store_true", help="lock memory at the first save")
     given = parser.parse_args()
     configure_logging("warning")  # the JSON stands alone
     init_world(backend=given.backend)
@@ -118,7 +137,11 @@ def main() -> None:
     backend = trainer_of(workload, ParallelConfig(), given.backend, optimizer=optimizer)
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
         directory = given.directory or Path(scratch)
-        figures = bench_checkpoints(backend, workload, directory, saves=given.saves, steps=given.steps)
+        with few_collections():  # as in a learner
+            figures = bench_checkpoints(
+                backend, workload, directory,
+                saves=given.saves, steps=given.steps, prepared=not given.unprepared,
+            )  # fmt: skip
     if dist.get_rank() == 0:
         settings: dict[str, Json] = {name: str(value) for name, value in vars(given).items()}
         sys.stdout.write(json.dumps({"settings": settings, **figures}) + "\n")

@@ -1,12 +1,14 @@
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
+from learner.backends.megatron.checkpoint_state import saved_tensors
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint import commit
@@ -15,7 +17,7 @@ from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
-from tests.learner.checkpoint.saved_trainers import train, trainer_of
+from tests.learner.checkpoint.saved_trainers import OPTIMIZER, train, trainer_of
 from tests.learner.tiny import FAMILIES, random_samples, tiny_model
 
 SUITES = dict.fromkeys(
@@ -180,6 +182,34 @@ def test_a_checkpoint_on_a_cpu_is_copied_when_the_next_update_comes_and_not_befo
     assert in_place() == []
 
 
+def test_the_time_of_a_checkpoint_is_told_by_part(tmp_path):
+    trainer, parts = trainer_of(tiny_model()), {"before", "directory", "memory", "state"}
+    first = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
+    began = time.perf_counter()
+    second = start_checkpoint(trainer, tmp_path, 2, {}, keep=2, after=first)
+    took = time.perf_counter() - began
+    assert took / 2 < sum(second.seconds[part] for part in parts) <= took
+    second.finish()
+    assert second.seconds.keys() == parts | {"write", "copy"}
+    assert second.seconds["write"] > 0
+    assert second.seconds["memory"] == second.seconds["copy"] == 0  # a CPU has neither
+
+
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+def test_memory_is_prepared_for_what_a_checkpoint_copies(tmp_path, matrices):
+    trainer = trainer_of(tiny_model())
+    trainer.set_optimizer(OPTIMIZER.model_copy(update={"matrices": matrices}))
+    train(trainer, range(1))
+    staged = trainer.stage_checkpoint(tmp_path)
+    kinds = [
+        sorted((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)
+        for tensors in (staged.copies._waiting.values(), saved_tensors(trainer))
+    ]
+    assert kinds[0] == kinds[1]
+    trainer.prepare_checkpoints()
+    assert trainer._checkpoint_buffers._memory is None  # a learner without a GPU copies in its turn
+
+
 def test_a_checkpoint_is_written_by_itself(tmp_path):
     pending = start_checkpoint(trainer_of(tiny_model()), tmp_path, 3, {}, keep=2)
     assert not pending._writing.exception(timeout=60)
@@ -201,7 +231,9 @@ def test_one_checkpoint_is_finished_before_the_next_begins(tmp_path):
     assert latest_checkpoint(tmp_path).name == "step_00000002"
 
 
-def test_nothing_but_the_next_checkpoint_waits_for_the_removal_of_an_older_one(tmp_path, monkeypatch):
+def test_training_waits_for_no_removal_of_an_older_checkpoint_and_the_files_of_the_next_do(
+    tmp_path, monkeypatch
+):
     trainer = trainer_of(tiny_model())
     save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
     held, discard = threading.Event(), checkpoints.discard
@@ -211,9 +243,15 @@ def test_nothing_but_the_next_checkpoint_waits_for_the_removal_of_an_older_one(t
     assert latest_checkpoint(tmp_path).name == "step_00000002"
     [old] = tmp_path.glob(".tmp-*")
     assert any(old.iterdir())
-    threading.Timer(0.2, held.set).start()
-    start_checkpoint(trainer, tmp_path, 3, {}, keep=1, after=second).finish()
+    third = start_checkpoint(trainer, tmp_path, 3, {}, keep=1, after=second)
+    train(trainer, range(1))
+    [beside] = set(tmp_path.glob(".tmp-*")) - {old}
+    assert not list(beside.glob("*.distcp"))
+    held.set()
+    third.finish()
     assert not old.exists()
+    third.old_removed()
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000003"}
     load_checkpoint(trainer, latest_checkpoint(tmp_path))
 
 

@@ -14,6 +14,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import Metrics, RoleHolder, Status
 from bus.topology import ensure
+from learner.backends.megatron.trainer import Trainer
 from learner.config.loss import PPOClipLoss
 from learner.progress.lineage import TrainedStep
 from storage.disk import checkpoints
@@ -51,8 +52,9 @@ async def trained_beside(run: MiniRun, shadows: int) -> list[Metrics]:
 
 
 @pytest.mark.slow
-async def test_nobody_notices_a_shadow(bus_server, tmp_path: Path):
-    runs, metrics = [], []
+async def test_nobody_notices_a_shadow(bus_server, tmp_path: Path, monkeypatch):
+    runs, metrics, prepared = [], [], []
+    monkeypatch.setattr(Trainer, "prepare_checkpoints", lambda trainer: prepared.append(trainer))
     for shadows, name in enumerate(("alone", "observed")):
         (tmp_path / name).mkdir()
         async with Bus.connect(BusConfig(url=bus_server.url), name, name=name) as bus:
@@ -63,6 +65,8 @@ async def test_nobody_notices_a_shadow(bus_server, tmp_path: Path):
                 runs.append((ledger_of(run), what(run.steps())))
                 shadow = run.shadow_steps()
     assert runs[0] == runs[1]
+    assert len(prepared) == 2, "a shadow, which saves nothing, locks no memory"
+    assert all(metrics[1][-1].values[f"time/checkpoint_{part}_s"] >= 0 for part in ("memory", "state"))
     untimed = [
         [
             (m.step, {k: v for k, v in m.values.items() if not k.startswith(("time/", "replay/read_"))})
