@@ -23,7 +23,7 @@ from bus.streams.publish import together
 from storage.model_files.adapter_names import WEIGHT, adapter_names, magnitude_name
 from storage.weights.array_pool import SpareMemory
 from storage.weights.blob_sources import BlobSource
-from storage.weights.deltas import apply_delta
+from storage.weights.deltas import Moved, apply_delta
 from storage.weights.quantisation import published_as
 from storage.weights.tensors import (
     TORCH_DTYPES,
@@ -171,7 +171,7 @@ class Receiver:
         self._incarnation = ""
         self._published_as = ""
         """How the first weights are quantised."""
-        self._spare = SpareMemory()
+        self._spare = SpareMemory[Sequence[Moved]]()
         """Memory of earlier versions; engines keep the last of them until they have the next."""
 
     async def advance(self, manifest: PolicyManifest) -> Weights:
@@ -252,7 +252,7 @@ class Receiver:
         found = await together(together(map(self._blobs.get, delta.blobs)) for delta in chain)
         for delta, (data, *rest) in zip(chain, found, strict=True):
             base = await _in_threads(
-                partial(apply_delta, base, data, rest=rest, note=note, like=self._spare.like)
+                partial(apply_delta, base, data, rest=rest, note=note, spare=self._spare)
             )
             if base.policy_version != delta.policy_version:
                 raise StorageError(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bus.errors import StorageError
 from storage.disk.atomic_files import Data
+from storage.weights.array_pool import SpareMemory
 from storage.weights.delta_format import (
     GAP_BYTES,
     DeltaHeader,
@@ -33,7 +34,6 @@ from storage.weights.tensors import (
     ITEM_BYTES,
     WORD,
     HostTensor,
-    NewWords,
     Weights,
     Words,
     in_order,
@@ -160,13 +160,13 @@ Note = Callable[[Words, Words, Sequence[Moved]], None]
 
 def apply_delta(
     base: Weights, data: Data, threads: Executor | None = None, *, rest: Sequence[Data] = (),
-    note: Note | None = None, like: NewWords = np.empty_like,
+    note: Note | None = None, spare: SpareMemory[Sequence[Moved]] | None = None,
 ) -> Weights:  # fmt: skip
     """Apply the delta `data`, which goes on in `rest`, to `base`, which stays as it is; unchanged tensors are
     shared.
 
-    `note` is called for every tensor with changed words, on any of the threads; `like` allocates tensors that
-    `base` has too.
+    `note` is called for every tensor with changed words, on any of the threads; tensors that `base` has too
+    are made in `spare`: where that has the version before `base`, what it lacks is written instead of all.
     It takes no more memory than the changed tensors, and refuses to make `base` more than twice as large.
     Raises `StorageError` when the delta is malformed or for another base, or a result has another digest."""
     header, bodies = read_delta(data, rest)
@@ -176,10 +176,11 @@ def apply_delta(
             f"version {base.policy_version} ({base.digest().hex()})"
         )
     _refuse_growth(base, header)
-    begun = [_begun(base, change, bodies, like) for change in header.changes]
+    spare = spare or SpareMemory()
+    begun = [_begun(base, change, bodies, spare) for change in header.changes]
     parts = in_order(threads, _applied, [(tensor, n) for tensor in begun for n in range(tensor.new.parts)])
     applied = [(tensor, list(islice(parts, tensor.new.parts))) for tensor in begun]
-    changed = list(in_order(threads, partial(_finished, note), applied))
+    changed = list(in_order(threads, partial(_finished, note, spare), applied))
     names = [change.name for change in header.changes]
     gone = set(header.removed)
     tensors = {name: tensor for name, tensor in base.tensors.items() if name not in gone}
@@ -269,17 +270,26 @@ class _Begun(NamedTuple):
     """The tensor before; for a new tensor, the memory of the result."""
     new: HostTensor
     """Memory of the result."""
+    behind: Mapping[int, Moved] | None
+    """What that lacks of `old` by number of the part; None where it may lack all."""
     changes: Mapping[int, tuple[PartChange, memoryview]]
     """Changes and bodies by number of the part."""
     digest: bytes
     """Digest that the result must have."""
 
 
-def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], like: NewWords) -> _Begun:
+def _begun(
+    base: Weights, change: TensorChange, bodies: Iterator[memoryview], spare: SpareMemory[Sequence[Moved]]
+) -> _Begun:
     changes = {part.number: (part, body) for part, body in zip(change.parts, bodies, strict=False)}
-    old = base.tensors.get(change.name)
+    old, behind = base.tensors.get(change.name), None
     if old is not None and _fits(old, change):
-        new = HostTensor(change.dtype, change.shape, like(old.words))
+        if found := spare.behind(old.words):
+            memory, lacks = found
+            behind = {moved.start // part_words(old.words.itemsize): moved for moved in lacks}
+        else:
+            memory = spare.like(old.words)
+        new = HostTensor(change.dtype, change.shape, memory)
     else:
         words, word = prod(change.shape), WORD[ITEM_BYTES[change.dtype]]
         all_parts = len(changes) == part_count(words, ITEM_BYTES[change.dtype])
@@ -288,7 +298,7 @@ def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], li
                 f"{change.name}: the base has no {change.dtype} {list(change.shape)} to change"
             )
         old = new = HostTensor(change.dtype, change.shape, np.empty(words, word))
-    return _Begun(change.name, old, new, changes, change.digest)
+    return _Begun(change.name, old, new, behind, changes, change.digest)
 
 
 class _Applied(NamedTuple):
@@ -301,19 +311,20 @@ def _applied(item: tuple[_Begun, int]) -> _Applied:
     tensor, number = item
     old, new = tensor.old.part(number), tensor.new.part(number)
     try:
-        moved = _written(tensor.changes.get(number), number, old, new)
+        behind = None if tensor.behind is None else tensor.behind[number]
+        moved = _written(tensor.changes.get(number), number, old, new, behind)
     except StorageError as error:
         raise StorageError(f"{tensor.name}: {error}") from error
     return _Applied(part_digest(new), moved)
 
 
 def _written(
-    found: tuple[PartChange, memoryview] | None, number: int, old: Words, new: Words
+    found: tuple[PartChange, memoryview] | None, number: int, old: Words, new: Words, behind: Moved | None
 ) -> Moved | None:
     start = number * part_words(new.itemsize)
     if found is None:
-        new[:] = old
-        return Moved(start, np.zeros(0, np.uint8), new[:0])
+        _catch_up(new, old, behind)
+        return Moved(start, np.zeros(0, np.uint8), np.zeros(0, new.dtype))  # which keep no tensor
     change, body = found
     if change.gap_bytes == 0:
         new[:] = unpack_whole(change, body, new.dtype.type)
@@ -322,21 +333,33 @@ def _written(
     positions = _positions(gaps)
     if positions[-1] >= len(old):
         raise StorageError(f"part {number}: position {positions[-1]} of {len(old)} words")
-    words = old[positions] + moves
-    new[:] = old
+    _catch_up(new, old, behind)
+    words = new[positions] + moves
     new[positions] = words
     return Moved(start, gaps, words)
+
+
+def _catch_up(new: Words, old: Words, behind: Moved | None) -> None:
+    """Give `new` the words of `old`, of which it lacks those in `behind` alone if that is given."""
+    if behind is None:
+        new[:] = old
+    else:
+        new[_positions(behind.gaps)] = behind.words
 
 
 def _positions(gaps: Words) -> Positions:
     return np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
 
 
-def _finished(note: Note | None, item: tuple[_Begun, Sequence[_Applied]]) -> HostTensor:
+def _finished(
+    note: Note | None, spare: SpareMemory[Sequence[Moved]], item: tuple[_Begun, Sequence[_Applied]]
+) -> HostTensor:
     tensor, parts = item
     if whole_digest([part.digest for part in parts]) != tensor.digest:
         raise StorageError(f"{tensor.name} has not the digest {tensor.digest.hex()}: the delta is damaged")
     moved = [part.moved for part in parts if part.moved is not None]
-    if note is not None and len(moved) == len(parts):
-        note(tensor.old.words, tensor.new.words, moved)
+    if len(moved) == len(parts):
+        spare.differs(tensor.old.words, tensor.new.words, moved)
+        if note is not None:
+            note(tensor.old.words, tensor.new.words, moved)
     return tensor.new

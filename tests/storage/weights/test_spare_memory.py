@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bus.errors import StorageError
 from storage.weights import tensors as in_parts
 from storage.weights.array_pool import SpareMemory
 from storage.weights.deltas import apply_delta
@@ -82,16 +83,17 @@ def test_versions_are_right_whoever_holds_which(seed, monkeypatch):
     held = [weights(0, given)]
     del given, array
 
-    def like(words):
-        room = spare.like(words)
-        rooms.append(weakref.ref(room))
-        return room
+    def noted(words):
+        if found := behind(words):
+            rooms.append(weakref.ref(found[0]))
+        return found
 
+    behind, spare.behind = spare.behind, noted
     for version in range(1, 30):
         for name in truth:
             truth[name] = moved(rng, truth[name])
         data = encode_delta(held[-1], version, weights(version, truth).tensors).data
-        held.append(apply_delta(held[-1], data, like=like))
+        held.append(apply_delta(held[-1], data, spare=spare))
         for tensors in held:
             assert tensors.digests == Weights.of(tensors.policy_version, tensors.tensors).digests
         assert held[-1].digests == weights(version, truth).digests
@@ -121,6 +123,49 @@ def moved(rng, array):
     elif how < 0.8:
         array += 1
     return array
+
+
+def test_memory_of_the_version_before_is_given_what_it_lacks():
+    first, second = SpareMemory(), SpareMemory()
+    old, new, other = (first.like(WORDS) for _ in range(3))
+    first.differs(old, new, "what new has")
+    was, mine = address(old), address(other)
+    assert first.behind(new) is None  # it is in use
+    del old, other
+    assert second.behind(new) is None
+    kept = first.like(WORDS)
+    assert address(kept) == mine  # rather what is behind nothing
+    array, lacks = first.behind(new)
+    assert (address(array), lacks) == (was, "what new has")
+    del array
+    assert first.behind(new) is None, "somebody may have written to it"
+    del kept
+    spared = first.like(WORDS)
+    first.differs(spared, new, "no more")
+    del spared, new
+    assert first.behind(WORDS) is None
+
+
+def test_a_second_delta_writes_only_what_the_version_before_lacks(monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", 512)
+    rng, spare = np.random.default_rng(0), SpareMemory()
+    now, truth = spare.like(WORDS), WORDS.copy()
+    now[:] = WORDS
+    held, was = weights(0, {"a": now}), [address(now)]
+    del now
+    for version in range(1, 6):
+        truth = truth.copy()
+        truth[rng.choice(1000, 9, replace=False)] += 1
+        data = encode_delta(held, version, weights(version, {"a": truth}).tensors).data
+        if version == 5:  # what it is said to lack is all that is written: the digest finds another fault
+            [idle] = spare._idle[WORDS.nbytes]
+            idle.view(np.uint16)[np.flatnonzero(truth == WORDS)[0]] += 1
+            with pytest.raises(StorageError, match="digest"):
+                apply_delta(held, data, spare=spare)
+        held = apply_delta(held, data, spare=spare)
+        was.append(address(held.tensors["a"].words))
+        assert (held.tensors["a"].words == truth).all()
+    assert was[:5] == [was[0], was[1], was[0], was[1], was[0]]
 
 
 def test_two_threads_never_get_the_same_memory():
