@@ -255,6 +255,25 @@ def test_training_waits_for_no_removal_of_an_older_checkpoint_and_the_files_of_t
     load_checkpoint(trainer, latest_checkpoint(tmp_path))
 
 
+def test_the_next_checkpoint_tells_that_an_older_one_could_not_be_removed(tmp_path, monkeypatch):
+    def refuse(pruned):
+        raise PermissionError(13, "Permission denied")
+
+    trainer = trainer_of(tiny_model())
+    save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
+    monkeypatch.setattr(checkpoints, "discard", refuse)
+    second = start_checkpoint(trainer, tmp_path, 2, {}, keep=1)
+    second.finish()
+    third = start_checkpoint(trainer, tmp_path, 3, {}, keep=1, after=second)
+    with pytest.raises(
+        StorageError, match=r"cannot write checkpoint .*step_00000003: rank 0: .* may not be used"
+    ):
+        third.finish()
+    monkeypatch.undo()
+    save_checkpoint(trainer, tmp_path, 4, {}, keep=1)  # as the next learner does
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_none(tmp_path, held_writer):
     trainer = trainer_of(tiny_model())
     pending = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
