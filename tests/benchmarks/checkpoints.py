@@ -12,11 +12,13 @@ weights trains and is saved again and again, on the GPU if there is one, and und
 
 `copy_limit_s` is the time in which the largest part of a rank goes to the host at 55 GB/s. `locking_step_s`
 are the steps beside the locking of memory for copies, which takes `locked_s`; with `--unprepared` the first
-save locks it.
+save locks it. A disk needs room for two checkpoints, with `--alone` for one. Each save is also written to
+stderr when it is done.
 """
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -49,8 +51,9 @@ GIB = 1 << 30
 
 
 def bench_checkpoints(
-    backend: Backend, workload: Workload, directory: Path, *, saves: int, steps: int, prepared: bool
-) -> dict[str, Json]:
+    backend: Backend, workload: Workload, directory: Path, *,
+    saves: int, steps: int, prepared: bool, alone: bool,
+) -> dict[str, Json]:  # fmt: skip
     """Return the figures of so many saves, each with so many steps before it and beside it at least."""
     batches, objective = workload.batches(), Objective(ReinforceLoss())
 
@@ -89,7 +92,13 @@ def bench_checkpoints(
             "memory_before_gib": before, "peak_memory_gib": _memory_gib("VmHWM"),
             "memory_after_gib": _memory_gib("VmRSS"),
         })  # fmt: skip
-    sizes = [_size_bytes(directory, rank) for rank in range(dist.get_world_size())]
+        sizes = [_size_bytes(directory, rank) for rank in range(dist.get_world_size())]
+        if dist.get_rank() == 0:
+            sys.stderr.write(json.dumps(figures[-1]) + "\n")
+            saved = checkpoints.latest(directory)
+            if alone and saved is not None:
+                shutil.rmtree(saved)
+        dist.barrier()
     return {
         "size_bytes": [*sizes], "copy_limit_s": max(sizes) / COPY_BYTES_PER_S, "locked_s": locked_s,
         "locking_step_s": beside_locking, "saves": figures,
@@ -127,6 +136,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="steps before and beside each save, at least")
     parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary one")
+    parser.add_argument("--alone", action="store_true", help="remove each save before the next begins")
     parser.add_argument("--unprepared", action="store_true", help="lock memory at the first save")
     given = parser.parse_args()
     configure_logging("warning")  # the JSON stands alone
@@ -140,7 +150,7 @@ def main() -> None:
         with few_collections():  # as in a learner
             figures = bench_checkpoints(
                 backend, workload, directory,
-                saves=given.saves, steps=given.steps, prepared=not given.unprepared,
+                saves=given.saves, steps=given.steps, prepared=not given.unprepared, alone=given.alone,
             )  # fmt: skip
     if dist.get_rank() == 0:
         settings: dict[str, Json] = {name: str(value) for name, value in vars(given).items()}
