@@ -124,6 +124,7 @@ class StateCopies:
         """Return the seconds in which the device copied, beside training, once all is written."""
         if self._begun is None or self._arrived is None:
             return 0.0
+        self._arrived.synchronize()  # a rank may have nothing to write of what it copied
         return float(self._begun.elapsed_time(self._arrived)) / 1000
 
     def take(self, number: int) -> Tensor:
