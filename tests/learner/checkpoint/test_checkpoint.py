@@ -195,17 +195,18 @@ def test_the_time_of_a_checkpoint_is_told_by_part(tmp_path):
     assert second.seconds["memory"] == second.seconds["copy"] == 0  # a CPU has neither
 
 
+def kinds_of(tensors):
+    return sorted((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)
+
+
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
 def test_memory_is_prepared_for_what_a_checkpoint_copies(tmp_path, matrices):
     trainer = trainer_of(tiny_model())
     trainer.set_optimizer(OPTIMIZER.model_copy(update={"matrices": matrices}))
+    prepared = kinds_of(saved_tensors(trainer))
     train(trainer, range(1))
     staged = trainer.stage_checkpoint(tmp_path)
-    kinds = [
-        sorted((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)
-        for tensors in (staged.copies._waiting.values(), saved_tensors(trainer))
-    ]
-    assert kinds[0] == kinds[1]
+    assert kinds_of(staged.copies._waiting.values()) == prepared
     trainer.prepare_checkpoints()
     assert trainer._checkpoint_buffers._memory is None  # a learner without a GPU copies in its turn
 

@@ -37,3 +37,21 @@ def test_training_of_the_other_backend_goes_on_too_and_does_not_show_in_a_checkp
     resumed = [second.train_step(batches, TIS, policy_version=1).loss for _ in range(2)]
     assert resumed == uninterrupted
     assert torch.isfinite(torch.tensor(resumed)).all()
+
+
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+def test_memory_is_prepared_for_what_a_checkpoint_of_the_other_backend_copies(
+    tmp_path, monkeypatch, matrices
+):
+    model = tiny_model()
+    trainer = FsdpTrainer(model.config, hf_state(model), OptimizerConfig(matrices=matrices))
+    prepared = []
+    monkeypatch.setattr(
+        trainer._checkpoint_buffers,
+        "prepare",
+        lambda tensors: prepared.extend(each.shape for each in tensors),
+    )
+    trainer.prepare_checkpoints()
+    trainer.train_step(pack(random_samples([5, 17]), 40), TIS, policy_version=0)
+    staged = trainer.stage_checkpoint(tmp_path)
+    assert prepared == [each.shape for each in staged.copies._waiting.values()]
