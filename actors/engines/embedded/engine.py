@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 import structlog
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -127,6 +128,8 @@ class EmbeddedEngine:
                         ignore_mismatched_sizes=True, **names, **options,
                     )  # fmt: skip
                 _refuse_drawn_weights(model_dir, found)
+                if getattr(whole, "quantization_config", None) is None:
+                    _refuse_integers(model_dir, found["unexpected_keys"])
             else:
                 with refusing(f"cannot build the model of {model_dir}", AGAIN), no_init_weights():
                     model = kind.from_config(hf_config, **options)
@@ -339,6 +342,19 @@ class EmbeddedEngine:
             if not self._loop.is_closed():
                 raise
             self._commands.put(None)  # nobody is left to hear: the loop ended without close()
+
+
+def _refuse_integers(model_dir: Path, unused: Collection[str]) -> None:
+    """Raise `ConfigError` for integers among the weights, but for `unused` ones: transformers takes codes of
+    quantised weights, of which config.json says nothing, for the weights."""
+    for file in map(model_dir.joinpath, weight_files(model_dir)):
+        with safe_open(file, "pt") as opened:
+            for name in {*opened.keys()}.difference(unused):
+                if not (dtype := opened.get_slice(name).get_dtype()).startswith(("F", "BF")):
+                    raise ConfigError(
+                        f"{file}: {name} is {dtype}, and weights are floating-point numbers: take the model "
+                        "that is not quantised, or try `launch convert dequantise`"
+                    )
 
 
 def _refuse_drawn_weights(model_dir: Path, found: Mapping[str, Collection[object]]) -> None:

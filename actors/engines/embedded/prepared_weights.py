@@ -53,6 +53,8 @@ def prepare_weights(
             raise EngineError(
                 f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(held[name].shape)}"
             )
+        if held[name].is_floating_point() and not tensor.is_floating_point():
+            raise EngineError(f"{name} is {tensor.dtype}, and weights are floating-point numbers")
     given = {id(held[name]) for name in state}
     if complete and (missing := [name for name, tensor in held.items() if id(tensor) not in given]):
         raise EngineError(f"the first weights must be complete, these are missing: {_some(missing)}")

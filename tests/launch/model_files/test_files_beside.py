@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.other_policies.opponent_weights import state_of_files
 from actors.settings.engines import EmbeddedEngineConfig
-from bus.errors import ConfigError
+from bus.errors import ConfigError, EngineError
 from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import copy_tokenizer, load_hf_config
 from storage.model_files.packed_files import bundle, unbundle
@@ -52,6 +53,19 @@ def test_an_engine_of_a_spoilt_directory_is_refused_with_the_remedy(spoil, said:
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=f"{said}.*download the directory again"):
         EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
+
+
+def test_integers_are_no_weights_of_an_engine(tmp_path: Path):
+    model = tiny_model("qwen3")
+    model.save_pretrained(tmp_path)
+    name, codes = "model.layers.0.mlp.up_proj.weight", torch.zeros(3, dtype=torch.int8)
+    changed_tensors(tmp_path, lambda t: t.update({"rotary.position_ids": codes}))
+    EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
+    changed_tensors(tmp_path, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(ConfigError, match=rf"{name} is I8, .*launch convert dequantise"):
+        EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
+    with pytest.raises(EngineError, match=rf"{name} is torch\.int8"):
+        prepare_weights(model, {name: state_of_files(tmp_path)[name]}, complete=False)
 
 
 def test_weights_that_cannot_be_read_are_refused_with_the_remedy(tmp_path: Path):
