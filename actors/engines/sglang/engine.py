@@ -69,12 +69,16 @@ async def load_paused(
     else:
         in_progress.weights_change()
         await client.pause(mode)
+    stopped = time.perf_counter()
     try:
         version = await load(mode == "retract", end_s)
     finally:
+        loaded = time.perf_counter()
         if mode is not None:
             await client.resume()
-    return version, time.perf_counter() - begun
+    pause_s = time.perf_counter() - begun
+    log.debug("weights_loaded", stop_s=round(stopped - begun, 4), load_s=round(loaded - stopped, 4))
+    return version, pause_s
 
 
 log = structlog.get_logger()

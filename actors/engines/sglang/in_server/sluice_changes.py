@@ -156,6 +156,7 @@ class _Places:
         self._moves = False
         """Whether parameters have other addresses from one version to the next."""
         self._prepared: _Prepared | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         """Held while changes are prepared or written."""
 
@@ -173,10 +174,11 @@ class _Places:
             torch.cuda.set_device(device)
             if (free := _free_bytes(device)) < 2 * file.stat().st_size + SPARE_BYTES:
                 return f"the device has {free:,} bytes free"
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
+            if self._stream is None:  # always the same one: memory that was of one stream serves no other
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
                 prepared = self._read(file, device)
-            stream.synchronize()
+            self._stream.synchronize()
             self._prepared = prepared
             return READY
 
