@@ -35,6 +35,8 @@ MOST_SUBJECTS = 1000
 """Subjects without an answer that are remembered."""
 UNREADABLE = "Sluice-Unreadable-Headers"
 """Header of a message whose own headers cannot be read: it had some, which tells it from one without."""
+LINE_BYTES = 16
+"""Room left for what begins and ends the headers of a message, which the server counts."""
 PING_S = 5
 """Seconds between two signs of life of a connection."""
 PINGS = 3
@@ -54,6 +56,17 @@ class _RandomNames:
 
     def next(self) -> bytearray:
         return bytearray(secrets.token_hex(11).encode())
+
+
+class TooLargeError(nats.errors.MaxPayloadError):  # type: ignore[misc]  # nats-py has no types
+    """A message has more bytes than the server takes."""
+
+    def __init__(self, subject: str, size: int, limit: int) -> None:
+        super().__init__()
+        self._told = f"{subject}: {size} bytes exceed the server's max_payload of {limit}: raise it"
+
+    def __str__(self) -> str:
+        return self._told
 
 
 class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
@@ -80,14 +93,19 @@ class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Publish a message; what JetStream hears goes there by the access of this role."""
-        access = self._access
-        if access is None or not access.is_stored(subject):
-            await super().publish(subject, payload, reply=reply, headers=headers)
-            return
-        if subject.startswith(access.heard):
+        """Publish a message; what JetStream hears goes there by the access of this role. Raises
+        `TooLargeError` for one that the server would not take: it would end the connection."""
+        access, there = self._access, subject
+        if access is not None and access.is_stored(subject):
+            there, headers = access.prefix + subject, access.own_headers(headers)
+        size = len(payload)
+        if headers:
+            size += LINE_BYTES + sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items())
+        if size > self.max_payload:
+            raise TooLargeError(subject, size, self.max_payload)
+        if access is not None and there != subject and subject.startswith(access.heard):
             await super().publish(subject, payload)  # nobody can listen where streams do
-        await super().publish(access.prefix + subject, payload, reply, access.own_headers(headers))
+        await super().publish(there, payload, reply, headers)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         """Read the headers of a message. Those that cannot be read are not as if there were none."""
