@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.core.ddp import LINEAR
+from learner.backends.megatron.core.linear import LINEAR, added_to_main
 from learner.backends.megatron.core.megatron_core import tensor_parallel
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.megatron.weights.rank_weights import (
@@ -28,7 +28,6 @@ from learner.backends.megatron.weights.stacks import in_files, places_in, stacks
 from learner.backends.quantised.matmul import Fp8Linear, refuse_sizes
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import Mixed, RoundedWeights, WeightPart
-from learner.backends.shared import multi_tensor
 from storage.weights.quantisation import is_quantised
 
 log = structlog.get_logger()
@@ -69,19 +68,9 @@ def _linear(
         )
     elif allreduce_dgrad:
         input = tensor_parallel.copy_to_tensor_model_parallel_region(input, group=tp_group)
-    accumulate = _added_to_main if gradient_accumulation_fusion else None
+    accumulate = added_to_main if gradient_accumulation_fusion else None
     output: Tensor = Fp8Linear.apply(input, weight, accumulate)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
-
-
-def _added_to_main(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
-    """Add the gradient of a weight to its sum in float32; return what hooks of the data-parallel wrapper wait
-    for, whose contents mean nothing."""
-    multi_tensor.add_product(weight.main_grad, gradient.t(), inputs)  # type: ignore[attr-defined]
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
 
 
 def rounded_weights(

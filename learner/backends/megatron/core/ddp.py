@@ -6,16 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from learner.backends.megatron.core.linear import LINEAR, overlap_exchanges
 from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MegatronModule,
     finalize_model_grads,
-    tensor_parallel,
 )
 from learner.config.parallel import ParallelConfig
-
-LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
 
 
 def data_parallel(
@@ -36,6 +34,7 @@ def data_parallel(
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, LINEAR):
             module.gradient_accumulation_fusion = True  # now that the weights have a place for the sum
+            overlap_exchanges(module)
     config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
