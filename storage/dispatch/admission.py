@@ -113,17 +113,19 @@ class GroupsAhead:
 
         Args:
             left_over: complete groups besides the next step's; those that it lacks, as a negative number.
-            waiting: groups that no actor has begun. More of them would not come sooner."""
+            waiting: groups that have not begun. As many of those that a step lacks would not come sooner if
+                more were issued; engines have some at any time, of requests that have no token yet."""
         if not self._follows_need:
             return
-        if left_over < 0 and not waiting:
+        spare = left_over + waiting
+        if spare < 0:
             if self.groups < self._most and not self._settling:
                 self._steps = min(2 * self._steps, MOST_STEPS)  # lowered too far: lower it less often
-            self._set(min(self._most, self.groups - left_over))
+            self._set(min(self._most, self.groups - spare))
         elif self._settling:
             self._settling -= 1
         else:
-            self._spare.append(max(0, left_over) + waiting)
+            self._spare.append(spare)
             if len(self._spare) == self._steps:
                 self._set(max(0, self.groups - self._surplus()))
 

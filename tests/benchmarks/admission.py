@@ -57,6 +57,8 @@ class Load:
     max_staleness: int = 4
     steps: int = 140
     seed: int = 0
+    reading: int = 0
+    """Groups whose prompts the engines read, who count them among those that wait."""
 
     @property
     def mean_s(self) -> float:
@@ -117,7 +119,7 @@ class Simulation:
 
     def _publish(self, version: int) -> None:
         self.version = version
-        self.admission.waiting = len(self.queue) // self.load.samples
+        self.admission.waiting = len(self.queue) // self.load.samples + self.load.reading
         weights = BlobRef(subject="nowhere", chunks=1, size_bytes=1, digest="0")
         self.admission.on_policy(
             PolicyManifest(
@@ -206,7 +208,9 @@ def main() -> None:
     as_json = "--json" in sys.argv[1:]
     for load in loads():
         figures = simulated(load).figures()
-        named = {name: value for name, value in asdict(load).items() if name not in ("slots", "seed")}
+        named = {
+            name: value for name, value in asdict(load).items() if name not in ("slots", "seed", "reading")
+        }
         if as_json:
             print(json.dumps({"simulated": True, **named, **figures}), flush=True)  # noqa: T201 - the report
         else:
