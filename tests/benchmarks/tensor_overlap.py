@@ -4,8 +4,9 @@
 
 Each line of JSON is a side: `beside` and `apart` (tensor and sequence, in turns, on the same weights),
 `tensor` alone and `data` parallel; a world of one rank has `single`. Behind them comes a table of a step's
-kernels. On CUDA the model is an 8B in bfloat16, elsewhere a tiny one. `--sides`, `--micro-batches`,
-`--tokens` (of a rank alone) and `--rounds` make it shorter."""
+kernels. `--symmetric` moves tokens by torch's symmetric memory instead of NCCL in `beside`. On CUDA the
+model is an 8B in bfloat16, elsewhere a tiny one. `--sides`, `--micro-batches`, `--tokens` (of a rank alone)
+and `--rounds` make it shorter."""
 
 import argparse
 import json
@@ -25,6 +26,7 @@ from benchmarks.learner_workloads import Workload
 from benchmarks.model_shapes import SHAPES
 from bus.codec import Json
 from learner.backends.factory import BACKENDS, close_world, init_world
+from learner.backends.megatron.core import linear
 from learner.backends.megatron.core.linear import exchange_apart, overlap_exchanges
 from learner.backends.megatron.core.process_groups import divide_world
 from learner.config.lora import NO_LORA
@@ -185,6 +187,28 @@ def _covered(spans: Sequence[tuple[int, int, str]]) -> int:
     return covered
 
 
+def use_symmetric_memory() -> None:
+    """Have torch's own fused operations multiply, whose copies take no multiprocessors of a GPU."""
+    from torch.distributed import _symmetric_memory as symmetric  # it has the operations
+
+    symmetric._is_test_mode = not torch.cuda.is_available()  # which takes collective operations instead
+
+    def gathered_product(own: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        symmetric.enable_symm_mem_for_group(group.group_name)
+        whole, [product] = symmetric._fused_all_gather_matmul(own.contiguous(), [matrix], 0, group.group_name)
+        assert whole is not None  # without a request not to
+        return whole, product
+
+    def begun_sum(inputs: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Any]]:
+        symmetric.enable_symm_mem_for_group(group.group_name)
+        return symmetric._fused_matmul_reduce_scatter(
+            inputs.contiguous(), matrix, "sum", 0, group.group_name
+        ), []
+
+    linear.gathered_product = gathered_product
+    linear._begun_sum = begun_sum
+
+
 def main() -> None:
     """Print a line for each side, on rank 0."""
     cuda = torch.cuda.is_available()
@@ -195,8 +219,11 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--symmetric", action="store_true")
     given = parser.parse_args()
     init_world()
+    if given.symmetric:
+        use_symmetric_memory()
     for found in sides(given.sides, given.micro_batches, given.tokens, given.rounds):
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)  # noqa: T201 - the user's terminal
