@@ -188,6 +188,7 @@ class MeasuredRun:
             found |= await asyncio.to_thread(self._figures, turn)
             found |= await asyncio.to_thread(self._memory)
             for change in ("resume", "rank_killed", "server_killed", "host_killed"):
+                log.info("measured", run=self.config.run, **found)
                 found[f"{change}_s"] = await self._trained_after(change)
             return found
         finally:
