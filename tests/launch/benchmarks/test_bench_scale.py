@@ -2,9 +2,11 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.scale_model import Machine, Work, part_bytes_of, received_s, version_s
@@ -109,3 +111,26 @@ def test_every_host_gets_each_version_and_the_learner_sends_about_one_copy(tmp_p
     assert all(version["model_s"] > 0 for version in said["versions"])
     assert all(seconds > 0 for name, seconds in said["loops"].items() if name.endswith("ing_s"))
     assert said["predicted"]["8B, 100 Gb/s"]["received_s"] > 0
+
+
+@pytest.mark.nats
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_hosts_end_with_a_benchmark_that_is_killed(tmp_path: Path):
+    scale = ("--hosts", "3", "--ranks", "1", "--size-mb", "100", "--link-kb-s", "1000", "--slower", "1")
+    command = Command(tmp_path, "bench", "scale", *scale, "--versions", "1", "--rounds", "1")
+    bench, below = psutil.Process(command.process.pid), list[psutil.Process]()
+    try:
+        deadline = time.monotonic() + 200
+        while len(below) - len(bench.children()) < 3:  # the hosts are grandchildren
+            assert time.monotonic() < deadline, command.said()
+            time.sleep(0.1)
+            below = bench.children(recursive=True)
+        bench.kill()
+        _, alive = psutil.wait_procs(below, timeout=60)
+        assert alive == []
+    finally:
+        for one in below:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        command.kill()
