@@ -78,18 +78,25 @@ class NatsServer:
         secure: "SecureDirectory | None" = None,
         cluster: ClusterMember | None = None,
         http_port: int | None = None,
+        http_path: str = "",
     ) -> None:
+        """The server tells its own numbers at `http_port`, if there is one, below `http_path`."""
         self.directory = directory
         self.host = host
         self.port = port or free_port(host)
         self._secure = secure
         self._cluster = cluster
-        self._http_port = http_port
+        self._http_port, self._http_path = http_port, http_path
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def url(self) -> str:
         return f"nats://{self.host}:{self.port}"
+
+    @property
+    def http_url(self) -> str:
+        """URL of what the server tells of itself."""
+        return f"http://{HTTP_HOST}:{self._http_port}{self._http_path}"
 
     @property
     def pid(self) -> int:
@@ -185,6 +192,7 @@ class NatsServer:
             + (self._secure.server_config() if self._secure is not None else "")
             + (self._cluster.server_config(self.host) if self._cluster is not None else "")
             + (f'http: "{HTTP_HOST}:{self._http_port}"\n' if self._http_port is not None else "")
+            + (f"http_base_path: {quoted(self._http_path)}\n" if self._http_path else "")
         )
 
     def _listens(self) -> bool:

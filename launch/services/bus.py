@@ -4,6 +4,7 @@ import asyncio
 import platform
 import time
 from pathlib import Path
+from secrets import token_hex
 
 import structlog
 
@@ -12,11 +13,11 @@ from bus.connection.bus import Bus
 from bus.connection.process_state import ProcessState
 from bus.errors import BusError, ConfigError, SluiceError
 from bus.security.credentials import Credentials, load_credentials
-from bus.server.nats_server import NatsServer, is_loopback
+from bus.server.nats_server import HTTP_HOST, NatsServer, free_port, is_loopback
 from bus.server.secure_directory import SecureDirectory
 from bus.waiting import cancelled, set_within
 from launch.process.health_server import monitored
-from launch.services.write_check import until_it_cannot_store
+from launch.services.write_check import until_a_stream_breaks, until_it_cannot_store
 from launch.settings.run_config import MonitoringConfig
 from storage.disk.atomic_files import make_directory, try_lock
 from storage.disk.file_errors import lack_of_room
@@ -56,7 +57,11 @@ async def serve_bus(
             raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
         keys = SecureDirectory(secure) if secure is not None else None
         monitoring = monitoring or MonitoringConfig()
-        server = NatsServer(directory, host=host, port=port, secure=keys, http_port=monitoring.nats_port)
+        told = monitoring.nats_port
+        server = NatsServer(
+            directory, host=host, port=port, secure=keys,
+            http_port=told or free_port(HTTP_HOST), http_path="" if told else f"/{token_hex(16)}",
+        )  # fmt: skip
         if keys is not None:
             reached_at = platform.node() if host in ("0.0.0.0", "::") else host
             keys.make(runs, f"nats://{reached_at}:{server.port}")
@@ -94,9 +99,10 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
     refusing = asyncio.create_task(until_it_cannot_store(server.url, probe))
-    # a full disk may break some streams and not that of the probe
+    # a full disk, or a write that failed once, may break some streams and not that of the probe
+    broken = asyncio.create_task(until_a_stream_breaks(server.http_url))
     full = asyncio.create_task(_until_full(server.directory))
-    tasks = {ended, stopping, refusing, full}
+    tasks = {ended, stopping, refusing, broken, full}
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await cancelled(*tasks)
     if stop.is_set():
@@ -105,7 +111,7 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
         raise BusError(
             f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
         )
-    reason = (refusing if full.cancelled() else full).result()
+    reason = next(task.result() for task in (full, broken, refusing) if not task.cancelled())
     log.error("bus_cannot_store", reason=reason, remedy="is the disk full? nats-server starts again")
     return False
 

@@ -3,7 +3,11 @@ does not write a stream's file until it is restarted: publishing to that stream 
 space again."""
 
 import asyncio
+import json
 from contextlib import suppress
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import nats.errors
 import nats.js.errors
@@ -46,6 +50,33 @@ async def until_it_cannot_store(url: str, credentials: Credentials | None = None
     finally:
         with suppress(OSError, RuntimeError):  # uvloop raises it for a transport that the server closed
             await client.close()
+
+
+async def until_a_stream_breaks(http_url: str) -> str:
+    """Ask the server of its health for ever; return the reason once a stream is not well any more. Where
+    streams are not well from the start on there is none: to start the server again would mend nothing."""
+    failed, was_well = 0, False
+    while True:
+        problems = await asyncio.to_thread(_broken_streams, http_url)
+        was_well = was_well or problems == []
+        failed = failed + 1 if problems and was_well else 0
+        if problems and failed == FAILURES:
+            return problems[0]
+        await asyncio.sleep(PERIOD_S)
+
+
+def _broken_streams(http_url: str) -> list[str] | None:
+    """Return what the server says of streams that are not well; None while it says nothing."""
+    try:
+        with urlopen(f"{http_url}/healthz?details=true", timeout=ANSWER_S):
+            return []
+    except HTTPError as error:  # the server tells of what is wrong in this way
+        with error:
+            told = json.load(error)
+        return [each["error"] for each in told["errors"] if each["type"] == "STREAM"]
+    except (OSError, HTTPException) as error:
+        log.debug("server_tells_no_health", reason=str(error) or type(error).__name__)
+        return None
 
 
 async def _connected(url: str, credentials: Credentials | None) -> Client:

@@ -105,8 +105,18 @@ def nats_server(directory: Path) -> psutil.Process:
     return server
 
 
+async def never(*_: object) -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
 @pytest.mark.slow
-async def test_a_bus_that_could_not_write_stores_again(tmp_path):
+@pytest.mark.parametrize("breaks", ["all streams", "a stream"])
+async def test_a_bus_that_could_not_write_stores_again(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, breaks: str
+):
+    other = "until_a_stream_breaks" if breaks == "all streams" else "until_it_cannot_store"
+    monkeypatch.setattr(bus_service, other, never)
     port, stop = free_port("127.0.0.1"), asyncio.Event()
     serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
     client = await bus_of(port)
@@ -115,6 +125,8 @@ async def test_a_bus_that_could_not_write_stores_again(tmp_path):
     server.rlimit(psutil.RLIMIT_FSIZE, (0, server.rlimit(psutil.RLIMIT_FSIZE)[1]))
     with pytest.raises(nats.errors.Error):
         await client.jetstream(timeout=1).publish("kept", b"2")
+    if breaks == "a stream":  # for a moment
+        server.rlimit(psutil.RLIMIT_FSIZE, 2 * server.rlimit(psutil.RLIMIT_FSIZE)[1:])
     async with asyncio.timeout(60):
         while server.is_running():  # noqa: ASYNC110 - of a process's end nobody sets an event
             await asyncio.sleep(0.05)
