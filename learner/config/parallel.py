@@ -18,6 +18,8 @@ class ParallelConfig(Config):
     """Ranks that share each layer: its heads, its MLP and the vocabulary."""
     sequence: bool = False
     """Sets whether the tensor ranks also share the tokens between the layers."""
+    overlap_exchanges: bool = False
+    """Sets whether tokens travel between the ranks that share them while layers multiply."""
     pipeline: int = Field(1, ge=1)
     """Ranks that share the layers, one after another."""
     virtual_pipeline: int = Field(1, ge=1)
@@ -47,6 +49,8 @@ class ParallelConfig(Config):
     def _settings_fit_each_other(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence=true needs tensor > 1: its ranks share the tokens")
+        if self.overlap_exchanges and not self.sequence:
+            raise ValueError("overlap_exchanges=true needs sequence=true: others exchange no tokens")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(f"virtual_pipeline={self.virtual_pipeline} needs pipeline > 1")
         if self.context_attention == "ring" and self.context == 1:

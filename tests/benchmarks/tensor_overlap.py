@@ -27,7 +27,7 @@ from benchmarks.model_shapes import SHAPES
 from bus.codec import Json
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.backends.megatron.core import linear
-from learner.backends.megatron.core.linear import exchange_apart, overlap_exchanges
+from learner.backends.megatron.core.linear import OVERLAPPED, overlap_exchanges
 from learner.backends.megatron.core.process_groups import divide_world
 from learner.config.lora import NO_LORA
 from learner.config.optimizer import OptimizerConfig
@@ -36,10 +36,19 @@ from learner.distributed.process_group import gathered
 
 SIDES = ("shared", "tensor", "data")
 OPTIMIZER = OptimizerConfig(lr=1e-6, state_dtype="bfloat16")
-WAYS: Mapping[str, Callable[[torch.nn.Module], None]] = {"beside": overlap_exchanges, "apart": exchange_apart}
 PROFILED = 2
 """Micro-batches under the profiler."""
 ROWS = 15
+
+
+def exchange_apart(module: torch.nn.Module) -> None:
+    """Undo `overlap_exchanges`."""
+    for apart, overlapped in OVERLAPPED.items():
+        if type(module) is overlapped:
+            module.__class__ = apart
+
+
+WAYS: Mapping[str, Callable[[torch.nn.Module], None]] = {"beside": overlap_exchanges, "apart": exchange_apart}
 
 
 def workload(micro_batch: int, tokens: int) -> Workload:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.core.linear import OVERLAPPED, exchange_apart, overlap_exchanges
+from learner.backends.megatron.core.linear import OVERLAPPED
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
@@ -14,21 +14,23 @@ from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 STEPS = 3
 PRODUCTS = {"qwen3": 8, "qwen2": 8, "glm4": 8, "qwen3_moe": 4}
 """Layers whose exchanges overlap, by family: experts exchange their tokens themselves."""
-CASES = [(2, "qwen3"), (2, "qwen2"), (2, "glm4"), (2, "qwen3_moe"), (4, "qwen3"), (4, "qwen2")]
+DEAR = pytest.mark.nightly
+CASES = [
+    pytest.param(2, "qwen3", marks=pytest.mark.slow),
+    *(pytest.param(*case, marks=DEAR) for case in ((2, "qwen2"), (2, "glm4"), (2, "qwen3_moe"))),
+    *(pytest.param(*case, marks=DEAR) for case in ((4, "qwen3"), (4, "qwen2"))),
+]
 
 
 def trained(ranks: int, family: str) -> tuple[list[int], float]:
     """Return how many layers of each way overlap, and the largest difference of any weight afterwards."""
-    parallel = ParallelConfig(tensor=ranks, sequence=True)
-    divide_world(parallel)
+    divide_world(ParallelConfig(tensor=ranks, sequence=True))
     model = tiny_model(family, num_key_value_heads=4)
     settings = OptimizerConfig(lr=1e-2, eps=1e-4)
     counts, found = [], []
-    for way in (overlap_exchanges, exchange_apart):
+    for overlaps in (True, False):
+        parallel = ParallelConfig(tensor=ranks, sequence=True, overlap_exchanges=overlaps)
         trainer = Trainer(model.config, hf_state(model), settings, dtype=torch.float32, parallel=parallel)
-        modules = [module for chunk in trainer.chunks for module in chunk.modules()]
-        for module in modules:
-            way(module)
         counts.append(sum(type(m) in OVERLAPPED.values() and "layers" in n for n, m in named(trainer)))
         for step in range(STEPS):
             trainer.train_step(pack(random_samples([5, 17, 9, 20], seed=step), 40), TIS, policy_version=3)
@@ -41,7 +43,6 @@ def named(trainer: Trainer) -> list[tuple[str, torch.nn.Module]]:
     return [pair for chunk in trainer.chunks for pair in chunk.named_modules()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "family"), CASES)
 def test_weights_are_those_of_exchanges_apart_from_products(worlds, ranks, family):
     answers = worlds.run(ranks, trained, ranks, family)

@@ -34,7 +34,8 @@ def data_parallel(
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, LINEAR):
             module.gradient_accumulation_fusion = True  # now that the weights have a place for the sum
-            overlap_exchanges(module)
+            if parallel.overlap_exchanges:
+                overlap_exchanges(module)
     config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]

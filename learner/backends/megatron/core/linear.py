@@ -49,13 +49,6 @@ def overlap_exchanges(module: torch.nn.Module) -> None:
         module.__class__ = OVERLAPPED[type(module)]
 
 
-def exchange_apart(module: torch.nn.Module) -> None:
-    """Undo `overlap_exchanges`."""
-    for apart, overlapped in OVERLAPPED.items():
-        if type(module) is overlapped:
-            module.__class__ = apart
-
-
 class _OfGathered(torch.autograd.Function):
     """The product of all ranks' tokens with a weight."""
 
