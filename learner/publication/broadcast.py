@@ -7,6 +7,7 @@ else."""
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import signal
@@ -56,6 +57,9 @@ ASKING_S = 1.0
 """Seconds in which engines that are sent to together ask, from the first one on."""
 READY_S = 5.0
 """Seconds for which engines that are ready to receive wait for the others of their group."""
+CONNECT_S = 5.0
+"""Seconds from an offer in which an engine connects to its new group. One that has connected hears of the
+group's end; one that comes later tries again as long as it may, and stands still meanwhile."""
 SILENT_S = 10.0
 """Seconds without a sign of life after which an engine's actor counts as dead, and its group is given up."""
 SPARES = 2
@@ -153,6 +157,7 @@ class Broadcaster:
                 self._groups[left].living.cancel()  # the others of it ask again
             group = await self._new_group(wanted, copy)
         group.copy, group.ready, group.all_ready = copy, set(), asyncio.Event()
+        group.offered_s = time.monotonic()
         return group
 
     async def _begin(self, begin: BroadcastBegin) -> list[Message]:
@@ -280,6 +285,7 @@ class Broadcaster:
         process = group.process
         try:
             await self._while_heard(group, process.says("joined", self._timeout_s))
+            group.joined = True
             while await process.lives_until(group.begun, IDLE_S):
                 group.begun.clear()
                 due, group.due = group.due, None
@@ -295,7 +301,10 @@ class Broadcaster:
         finally:
             del self._groups[group.name]
             group.ended.set()
-            await process.end()
+            try:
+                await group.until_connected()
+            finally:
+                await process.end()
             self._forget_what_no_group_needs()
 
     async def _while_heard(self, group: "_Group", work: Coroutine[Any, Any, Line]) -> None:
@@ -357,12 +366,21 @@ class _Group:
     """Set when what was begun last is sent, or never will be."""
     sent: int = -1
     """Version that was sent last."""
+    offered_s: float = -math.inf
+    """When the last offer was made, by the monotonic clock."""
+    joined: bool = False
+    """Whether all engines are in it."""
     living: "asyncio.Task[None]" = field(init=False)
 
     def hear(self, *first_ranks: int) -> None:
         """Note that the actors of these engines live."""
         now = time.monotonic()
         self.heard_s |= {rank: now for rank in first_ranks if rank in self.actors}
+
+    async def until_connected(self) -> None:
+        """Wait until engines that were offered something have connected, so that they hear of the end."""
+        if not self.joined and self.process.lives:
+            await asyncio.sleep(self.offered_s + CONNECT_S - time.monotonic())
 
     def silent(self) -> str:
         """Return which engine's actor is not heard any more, in words; empty for none."""
@@ -424,6 +442,10 @@ class _SenderProcess:
             )
         )
 
+    @property
+    def lives(self) -> bool:
+        return self._process.returncode is None
+
     async def _tell(self, line: Line) -> None:
         assert self._process.stdin is not None, "stdin is a pipe"
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
@@ -464,7 +486,7 @@ class _SenderProcess:
         return event.is_set()
 
     async def end(self) -> None:
-        if self._process.returncode is None:
+        if self.lives:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # `kill` could take its status from asyncio
         async with self._talking:  # whoever waits for an answer learns that none comes

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -30,7 +31,7 @@ from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import Weights
-from tests.actors import asking_actor, gloo_rank
+from tests.actors import asking_actor, gloo_rank, sglang_stand_in
 from tests.actors.sglang_stand_in import StandIn
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
@@ -92,8 +93,9 @@ class Learner:
 
 
 @pytest.fixture
-def starting(bus):
-    """Run a learner's broadcaster."""
+def starting(bus, monkeypatch):
+    """Run a learner's broadcaster, which waits for no engine to connect when it ends."""
+    monkeypatch.setattr("learner.publication.broadcast.CONNECT_S", 0.0)
 
     @asynccontextmanager
     async def running(**settings):
@@ -561,10 +563,10 @@ async def test_engines_whose_group_lacks_one_that_died_before_it_joined_soon_go_
 ):
     monkeypatch.setattr("learner.publication.broadcast.ASKING_S", 20.0)  # it ends as soon as both ask
     monkeypatch.setattr(Broadcaster, "_all_ask", lambda self, wanted: len(wanted) == 2)
-    if is_killed:
-        monkeypatch.setattr("learner.publication.broadcast.SILENT_S", 5.0)
-    else:
-        monkeypatch.setattr("learner.publication.broadcast.SILENT_S", math.inf)
+    monkeypatch.setattr("learner.publication.broadcast.CONNECT_S", 10.0)
+    monkeypatch.setattr("learner.publication.broadcast.SILENT_S", 5.0 if is_killed else math.inf)
+    may_join, join = threading.Event(), sglang_stand_in.GlooRank
+    monkeypatch.setattr(sglang_stand_in, "GlooRank", lambda *given: may_join.wait() and join(*given))
     actor = await asyncio.create_subprocess_exec(
         sys.executable, asking_actor.__file__, str(bus.client.connected_url.geturl()),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -585,10 +587,15 @@ async def test_engines_whose_group_lacks_one_that_died_before_it_joined_soon_go_
                     actor.kill()
                 else:
                     actor.stdin.write(b"\n")
+                    async with asyncio.timeout(TIMEOUT_S):
+                        while learner.broadcaster._groups:  # noqa: ASYNC110 - it has no event for it
+                            await asyncio.sleep(0.05)
+                may_join.set()  # where the other is gone by what its actor says, the group is given up by now
                 await asyncio.wait_for(loading, TIMEOUT_S)
             assert (engine.policy_version, engine.failure, learner.fetched) == (0, "", [0])
             await learner.none_is_left()
     finally:
+        may_join.set()
         if actor.returncode is None:
             actor.kill()
         await actor.communicate()
