@@ -26,13 +26,14 @@ def refuse_too_large(config: RunConfig, hf_config: PretrainedConfig) -> None:
     world = config.learner.world
     ranks = world.processes * world.nodes
     rank = without_passes(learner_rank(model, config.learner, ranks, 1))
-    published = model.parameters * model.item_bytes
+    published, saved = model.parameters * model.item_bytes, checkpoint_bytes(model, config.learner)
     named = f"{config.model.path or 'the scratch model'}, {model.parameters / 1e9:.2f} billion weights"
     on_host = 2 * published  # of publications, whose buffers take turns
     on_host += held_policies(model, config.learner, config.warmup, rank, ranks) * world.processes
     if on_gpu:
         room = torch.cuda.get_device_properties(0).total_memory
         _refuse(named, "of a GPU by weights, gradients and optimizer", rank.state, room, "learner.parallel")
+        on_host += saved * world.processes // ranks  # to which checkpoints are copied
     else:
         on_host += rank.state * world.processes
     if config.actors.engine.in_process:
@@ -40,11 +41,10 @@ def refuse_too_large(config: RunConfig, hf_config: PretrainedConfig) -> None:
     where = "of the memory of this host or container by learner and actor"
     _refuse(named, where, on_host, memory_bytes(), "learner.lora.rank")
     free = shutil.disk_usage(_existing(config.directory)).free
-    kept = checkpoint_bytes(model, config.learner) + published
-    if kept > free:
+    if saved + published > free:
         raise ConfigError(
-            f"{named}: a checkpoint and a snapshot take {kept / GIB:.1f} GiB, and {config.directory} has "
-            f"{free / GIB:.1f} GiB free: free some, or choose another --directory"
+            f"{named}: a checkpoint and a snapshot take {(saved + published) / GIB:.1f} GiB, and "
+            f"{config.directory} has {free / GIB:.1f} GiB free: free some, or choose another --directory"
         )
 
 

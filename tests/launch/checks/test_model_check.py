@@ -4,7 +4,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,20 +227,31 @@ def test_a_model_larger_than_the_host_is_refused(memory: int, disk: int, said: s
     assert bool(said) == bool(refusal(model))
 
 
+def taken_of_the_host(model: Path, monkeypatch, warmup: Mapping[str, object], **learner: object) -> int:
+    asked = resolve(settings(model, **learner).model_dump(exclude_unset=True), {"warmup": warmup})
+    said = dict[str, int]()
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda: 0)
+    monkeypatch.setattr(memory_check, "_refuse", lambda _, where, needed, *__: said.update({where: needed}))
+    memory_check.refuse_too_large(asked, load_hf_config(model))
+    return next(needed for where, needed in said.items() if "of this host" in where)
+
+
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_the_reference_of_a_run_on_pairs_counts_as_memory(backend: str, model: Path, monkeypatch):
     def taken(loss: str) -> int:
         stage = {"steps": 1, "loss": {"type": loss}, "demonstrations": model / "rows.jsonl"}
-        config = settings(model, backend=backend)
-        asked = resolve(config.model_dump(exclude_unset=True), {"warmup": stage})
-        said = set[int]()
-        monkeypatch.setattr(memory_check, "memory_bytes", lambda: 0)
-        monkeypatch.setattr(memory_check, "_refuse", lambda _, __, needed, *___: said.add(needed))
-        memory_check.refuse_too_large(asked, load_hf_config(model))
-        return max(said)
+        return taken_of_the_host(model, monkeypatch, stage, backend=backend)
 
     of_weights = 4 * sum(each.numel() for each in tiny_model("qwen3", seed=0).parameters())
     assert taken("dpo") - taken("sft") == 2 * of_weights
+
+
+def test_what_checkpoints_are_copied_to_counts_as_memory_of_a_host_with_gpus(model: Path, monkeypatch):
+    weights = sum(each.numel() for each in tiny_model("qwen3", seed=0).parameters())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
+    published, saved = 2 * weights, (2 + 3 * 4) * weights  # in bfloat16, with moments and a copy in float32
+    assert taken_of_the_host(model, monkeypatch, {}) == 4 * published + saved
 
 
 @pytest.mark.nightly
