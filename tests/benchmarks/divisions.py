@@ -220,15 +220,18 @@ class MeasuredRun:
         said: Any = figures(self.config, self._run, heard, [turn])["modes"]
         found, gpus = said["async"], self._cell.gpus
         rows = [heard.steps[step] for step in turn.steps]
-        received = (number(one, "engine/receive_s") for one in heard.readings if "engine/receive_s" in one)
+
+        def read(name: str) -> float | None:
+            return _mean(number(one, name) for one in heard.readings if name in one)
+
         names = "step_s", "learner_idle", "engine_idle", "slots_idle", "staleness_mean"
         return {name: found[name] for name in names} | {
             "trained_tokens_per_s_per_gpu": found["trained_tokens_per_s"] / gpus,
             "generated_tokens_per_s_per_gpu": found["generated_tokens_per_s"] / gpus,
             "mfu": _mean(number(row, "train/mfu") for row in rows if "train/mfu" in row),
             "stall_s": found["publish_stall_s_per_step"],
-            "pause_s": heard.counted("engine/pause_s", turn) / len(turn.steps),
-            "announced_to_served_s": _mean(received),
+            "pause_s": read("engine/pause_s"),
+            "announced_to_served_s": read("engine/receive_s"),
             "checkpoint_s": _mean(filter(None, (number(row, "time/checkpoint_s") for row in rows))),
         }  # fmt: skip
 
