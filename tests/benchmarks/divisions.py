@@ -269,16 +269,20 @@ class MeasuredRun:
         found[0].kill()
 
     async def _trained_after(self, change: str) -> float:
-        """Return the seconds from the beginning of a change until a step is trained that began behind it."""
-        began = time.time()
+        """Return the seconds from the beginning of a change until a step is trained that began behind it, or
+        that must have answers of the server after one that is killed."""
+        began, wanted = time.time(), 1
+        if change == "server_killed":
+            wanted += self.config.admission.max_staleness + 1
         await self._change(change)
         changed = time.time()
 
         def has_trained() -> bool:
             steps = [row for row in read_records(self._run.metrics) if row.get("train/stage") == "rl"]
-            return any(number(row, "time_s") - number(row, "time/step_s") > changed for row in steps[-3:])
+            latest = steps[-wanted:]
+            return len(latest) == wanted and all(began_s(row) > changed for row in latest)
 
-        await self._until(has_trained, "a step")
+        await self._until(has_trained, f"{wanted} steps")
         return time.time() - began
 
     async def _until(self, holds: Callable[[], bool], what: str) -> None:
@@ -292,6 +296,11 @@ class MeasuredRun:
 
 def _has_read(heard: Heard, step: int) -> bool:
     return heard.step >= step and heard.has_read_after(step)
+
+
+def began_s(row: Record) -> float:
+    """Return when a step began, in seconds since the epoch."""
+    return number(row, "time_s") - number(row, "time/step_s")
 
 
 def _mean(values: Iterable[float]) -> float | None:
