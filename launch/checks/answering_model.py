@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.base import Engine
@@ -31,6 +31,7 @@ from launch.settings.run_config import RunConfig
 from storage.chats.stop_tokens import stop_token_ids
 from storage.disk.run_directory import RunDirectory
 from storage.images.chat import ImageChat
+from storage.model_files.model_reading import read_tokenizer, refuse_no_template
 
 BYTES_TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] or '' }}"
@@ -113,7 +114,8 @@ async def answering_model(
     tokenizer = bytes_tokenizer()
     stops: Sequence[int] = ()
     if model is not None:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = read_tokenizer(model)
+        refuse_no_template(tokenizer, model)
         stops = stop_token_ids(model, tokenizer)
     with TemporaryDirectory(prefix="sluice-engines-") as logs:
         engine = await _built(config, model, endpoint, Path(logs), embedded=embedded)

@@ -89,9 +89,10 @@ class Trial:
         return Text("\n").join([*parts, *map(Text, said)])
 
     def summary(self) -> str:
-        counts, mean = self.counts, np.mean(self.rewards) if self.rewards else float("nan")
+        counts, rewards = self.counts, self.rewards
+        mean = f"{len(rewards)} rewards, {np.mean(rewards):.3g} in the mean" if rewards else "no reward"
         said = [
-            f"{len(self.rewards)} rewards, {mean:.3g} in the mean; {counts['failed']} rollouts failed",
+            f"{mean}; {counts['failed']} rollouts failed",
             f"{counts['ended']} answers ended by a stop token, {counts['cut']} cut off, "
             f"{counts['other']} ended otherwise",
             f"{counts['tool_calls']} tool calls, {counts['malformed_calls']} malformed",

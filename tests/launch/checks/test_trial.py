@@ -84,6 +84,9 @@ async def test_what_fails_is_shown_as_itself_and_what_never_ends_is_pointed_out(
     assert "cut off at its limit" in said[0].plain
     assert "failed: EpisodeError" in said[1].plain
     assert "it offers the tool 'other'" in said[1].plain
+    hopeless = Trial(QWEN, (END,))
+    hopeless.shown(tasks[1], ValueError("no"), [], 0.0)
+    assert hopeless.summary().startswith("no reward; 1 rollouts failed\n")
     assert "No answer ended by itself: look whether the stop tokens above" in trial.summary()
 
 

@@ -175,6 +175,20 @@ async def test_environment_of_others_is_tried_and_evaluated_with_a_server(
     assert (found.scores["pass@1"].mean, found.scores["part/steps"].mean, found.turns) == (1.0, 1.0, 2.0)
 
 
+async def test_model_without_a_chat_template_is_refused_before_anything_is_asked(tmp_path: Path):
+    model = directory(tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    data = {"prompts": tmp_path / "sums.jsonl"}
+    config = config_of(tmp_path, model={"path": model}, data=data, sampling={"max_new_tokens": 8})
+    refusal = f"{model}: the tokenizer has no chat template.*: take the instruction-tuned model"
+    with pytest.raises(ConfigError, match=refusal):
+        await try_model(config, asyncio.Event(), count=1, say=print)
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=refusal):
+        await evaluate(config, asyncio.Event(), EvaluationRequest(out=out), print)
+    assert not out.exists()
+
+
 @pytest.mark.slow
 async def test_directory_and_checkpoint_of_one_model_answer_alike(tmp_path: Path):
     model = directory(tmp_path / "model")
