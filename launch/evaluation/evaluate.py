@@ -76,7 +76,9 @@ def share(of_prompts: Sequence[float], answers: int) -> Estimate:
         n = float(answers)
     centre = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2))
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    # at 0 and 1 the interval ends there, where rounding would leave 2.776e-17
+    low, high = (0.0 if mean == 0 else centre - half), (1.0 if mean == 1 else centre + half)
+    return Estimate(mean, max(0.0, low), min(1.0, high))
 
 
 def mean(of_prompts: Sequence[float], answers: int) -> Estimate:

@@ -16,6 +16,9 @@ def test_wilsons_interval_is_that_of_independent_answers():
     found = share([0.0, 1.0] * 50, 100)
     assert found == pytest.approx((0.5, 0.40383, 0.59617), abs=1e-3)
     assert share([1.0], 1) == pytest.approx((1.0, 0.20655, 1.0), abs=1e-4)
+    for n in range(1, 100):  # by the formula alone, rounding leaves a bound of 2.776e-17 for some of these
+        assert share([0.0] * n, n).low == 0.0
+        assert share([1.0] * n, n).high == 1.0
     # Prompts that all have half of eight answers right tell as much as 8 answers each.
     assert share([0.5] * 10, 80).low == pytest.approx(0.5 - 0.1069, abs=1e-3)
 
