@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
-from bus.process.work_progress import tracked
+from bus.process.work_progress import long_work, tracked
 from learner.convert.written_directory import Converted, filling, refuse_existing, verified_size
 from learner.model_directories.lazy_weights import tensor_digest
 from learner.model_directories.model_directory import HFWeights, save_weights
@@ -36,11 +36,12 @@ def convert_gguf(file: Path, target: Path, dtype: torch.dtype) -> Converted:
     weights, `StorageError` for what reads back otherwise; then there is no `target`."""
     refuse_existing(target)
     _refuse_file(file)
-    model = _model(file)
+    with long_work(f"reading {file}"):
+        model = _model(file)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     weights = {name: tensor.detach() for name, tensor in _own_weights(model).items()}
     _compare(file, weights)
     written = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     config = model.config
     config.__dict__.pop("quantization_config", None)
     config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -77,11 +78,12 @@ def _refuse_file(file: Path) -> None:
 def _model(file: Path) -> "PreTrainedModel":
     """Return the model in float32. Raises `ConfigError` for one that transformers cannot make of the file."""
     try:
-        AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             file.parent, gguf_file=file.name, trust_remote_code=False
         )  # refuses an architecture before it reads all
         model, found = AutoModelForCausalLM.from_pretrained(
             file.parent,
+            config=config,
             gguf_file=file.name,
             trust_remote_code=False,
             dtype=torch.float32,
@@ -126,8 +128,10 @@ def _compare(file: Path, weights: Mapping[str, Tensor]) -> None:
     ours = _Sums()
     for tensor in weights.values():
         ours.add(tensor.numpy())
-    theirs = _Sums()
-    for found in tracked(GGUFReader(file).tensors, f"comparing with {file}"):
+    theirs, work = _Sums(), f"comparing with {file}"
+    with long_work(work):  # a vocabulary of 262,144 tokens is read for ten seconds
+        tensors = GGUFReader(file).tensors
+    for found in tracked(tensors, work):
         theirs.add(dequantize(found.data, found.tensor_type))
     if not ours.agree(theirs):
         raise ConfigError(

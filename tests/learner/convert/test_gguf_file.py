@@ -4,12 +4,14 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bus.errors import ConfigError
 from learner.convert import gguf_file
@@ -77,6 +79,36 @@ def test_files_that_make_no_model_are_refused_and_leave_nothing(tmp_path, state,
 
     monkeypatch.setattr(gguf_file, "_own_weights", one_row_lost)
     assert "the weights that transformers reads from" in refusal(tmp_path / "whole.gguf")
+
+
+def test_whatever_reads_a_file_is_told_as_long_work(tmp_path, state, monkeypatch):
+    """A vocabulary of 262,144 tokens is read for a minute, of which the weights' comparison is the least."""
+    told, read, silent = list[str](), list[str](), list[str]()
+
+    @contextmanager
+    def work(what, *_):
+        told.append(what)
+        yield lambda _: None
+        told.append("")
+
+    def watch(place, name):
+        reader = getattr(place, name)
+
+        def watched(*arguments, **named):
+            (read if told and told[-1] else silent).append(name)
+            return reader(*arguments, **named)
+
+        monkeypatch.setattr(place, name, watched)
+
+    monkeypatch.setattr(gguf_file, "long_work", work)
+    watch(AutoConfig, "from_pretrained")
+    watch(gguf, "GGUFReader")
+    write(tmp_path / "model.gguf", state)
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "made", torch.float32)
+    assert not silent
+    assert read.count("from_pretrained") == 1  # the model takes the configuration that was read already
+    assert "GGUFReader" in read
+    assert told == [f"reading {tmp_path}/model.gguf", "", f"comparing with {tmp_path}/model.gguf", ""]
 
 
 @pytest.mark.nightly
