@@ -125,15 +125,19 @@ async def bench_actor(
             await engine.start()
             await engine.load_weights(_state(model), 0)
             async with NatsServer(root / "nats") as server:
-                bare, actor = await _measure(engine, server.url, load)
+                bare, actor = zip(*await _measure(engine, server.url, load), strict=True)
             differences = await _differences(engine, model, load)
         finally:
             await engine.close()
+    actor_rate, actor_cpu_s = np.array(actor).T
+    bare_rate, bare_cpu_s = np.array(bare).T
     return {
-        "actor_over_bare_engine": float(np.median(np.array(actor) / np.array(bare))),
+        "actor_over_bare_engine": float(np.median(actor_rate / bare_rate)),
         **differences,
-        "actor_tokens_per_s": float(np.median(actor)),
-        "bare_engine_tokens_per_s": float(np.median(bare)),
+        "actor_tokens_per_s": float(np.median(actor_rate)),
+        "bare_engine_tokens_per_s": float(np.median(bare_rate)),
+        "actor_cpu_ms_per_request": 1000 * float(np.median(actor_cpu_s)),
+        "bare_client_cpu_ms_per_request": 1000 * float(np.median(bare_cpu_s)),
         "concurrency": load.concurrency,
         "new_tokens": load.new_tokens,
     }
@@ -144,16 +148,19 @@ def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in model.named_parameters()}
 
 
-async def _measure(engine: SglangEngine, bus_url: str, load: ActorLoad) -> tuple[list[float], list[float]]:
-    """Return the tokens per second of each round, bare and through an actor; the first round only warms
-    up."""
-    bare, actor = [], []
+Side = tuple[float, float]
+"""Tokens per second, and this process's CPU seconds per request."""
+
+
+async def _measure(engine: SglangEngine, bus_url: str, load: ActorLoad) -> list[tuple[Side, Side]]:
+    """Return those of each round, bare and through an actor; the first round only warms up."""
+    found = []
     async with Bus.connect(BusConfig(url=bus_url), "bench", name="bench") as bus:
         await make_run(bus)
         for number in range(load.rounds + 1):
-            bare.append(await _bare(engine.url, number, load))
-            actor.append(await _through_an_actor(bus, engine, number, load))
-    return bare[1:], actor[1:]
+            bare = await _bare(engine.url, number, load)
+            found.append((bare, await _through_an_actor(bus, engine, number, load)))
+    return found[1:]
 
 
 def _content(number: int, group: int) -> str:
@@ -161,7 +168,7 @@ def _content(number: int, group: int) -> str:
     return f"round {number}, prompt {group}: continue"
 
 
-async def _bare(url: str, number: int, load: ActorLoad) -> float:
+async def _bare(url: str, number: int, load: ActorLoad) -> Side:
     """Send every request at once; the answers are read and not looked at."""
     tokens = [list(_content(number, group).encode()) for group in range(load.groups) for _ in range(SAMPLES)]
     bodies = [
@@ -177,14 +184,14 @@ async def _bare(url: str, number: int, load: ActorLoad) -> float:
                 await response.read()
                 response.raise_for_status()
 
-        begun = time.perf_counter()
+        begun, cpu_s = time.perf_counter(), time.process_time()
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             await asyncio.gather(*map(post, bodies))
-        return load.tokens / (time.perf_counter() - begun)
+        return load.tokens / (time.perf_counter() - begun), (time.process_time() - cpu_s) / len(bodies)
 
 
-async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: ActorLoad) -> float:
-    """Measure the seconds from leases on the bus to the last acknowledged trajectory."""
+async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: ActorLoad) -> Side:
+    """Measure from leases on the bus to the last acknowledged trajectory."""
     worker = Worker(
         bus,
         Policy(engine, Characters(), load.sampling),
@@ -204,17 +211,17 @@ async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: A
         )
         subject = bus.subject("tasks", "rollout")
         await publisher.publish(subject, encode(lease), message_id=f"lease-{lease.lease_id}")
-    begun = time.perf_counter()
+    begun, cpu_s = time.perf_counter(), time.process_time()
     working = asyncio.create_task(worker.run(stop, groups_at_once=load.groups))
     async with asyncio.timeout(ROUND_TIMEOUT_S):
         while worker.counts["groups"] < load.groups:
             if worker.counts["rejected"]:
                 raise EngineError("a rollout failed while it was measured: see what was logged before")
             await asyncio.sleep(POLL_S)
-    seconds = time.perf_counter() - begun
+    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
     stop.set()
     await working
-    return load.tokens / seconds
+    return load.tokens / seconds, cpu_s / (load.groups * SAMPLES)
 
 
 async def _differences(engine: SglangEngine, model: PreTrainedModel, load: ActorLoad) -> dict[str, float]:
