@@ -154,7 +154,7 @@ def _in_common(values: Mapping[str, Json]) -> Iterator[Told]:
         return
     if number(values, "rollout/too_long_fraction") == 1:
         yield (
-            "each answer was cut off at its longest length",
+            "the last answer of each rollout was cut off at its longest length",
             "raise sampling.max_new_tokens, or see with `launch tail` whether answers end at all",
         )
     if number(values, "reward/zero_fraction") == 1:

@@ -40,8 +40,11 @@ def after(*steps) -> str:
     [
         (values(ZERO, ZERO), ["each reward was 0 in 3 steps in a row: the tasks are too hard"]),
         (values(ZERO, EQUAL), ["the rewards within each group were equal in 3 steps in a row: "]),
-        (values(MIXED, end="length"), ["each answer was cut off at its longest length in 3 steps"]),
-        (values(ZERO, end="length"), ["each answer was cut off", "each reward was 0"]),
+        (
+            values(MIXED, end="length"),
+            ["the last answer of each rollout was cut off at its longest length in 3 steps"],
+        ),
+        (values(ZERO, end="length"), ["of each rollout was cut off", "each reward was 0"]),
         (values(MIXED, right=0.5, Format_tags=0.0), ["Format_tags, a part of the reward, was 0 for each"]),
         (values(MIXED, penalty=0.0, format=0.1), []),
         (values(MIXED, format_penalty=0.0), []),
