@@ -296,7 +296,8 @@ def _memory(summary: Summary, most: int = 6) -> str:
     shares = [f"{process} {size(peak)}" for process, peak in peaks[:most]]
     more = [f"{len(peaks) - most} more"] if len(peaks) > most else []
     total = size(integer(summary, "peak_rss_bytes_total"))
-    return f"{total} together: {', '.join(shares + more)}" if peaks else UNKNOWN
+    # each peak has the pages that processes share, and is at a time of its own
+    return f"at most {total} together: {', '.join(shares + more)}" if peaks else UNKNOWN
 
 
 def _file_rows(summary: Summary) -> list[tuple[str, str]]:

@@ -159,7 +159,7 @@ def test_the_table_has_units_and_reasons(run: RunDirectory):
     text = printed(json.loads(json.dumps(summary)))
     for part in (
         "0.910", "0.900, reached at step 18, 1 min 30 s into reinforcement learning", "2 min 10 s",
-        "672 zero_variance, 48 rollout_failed", "4 policy versions, 4 allowed", "1.76 GiB together",
+        "672 zero_variance, 48 rollout_failed", "4 policy versions, 4 allowed", "at most 1.76 GiB together",
     ):  # fmt: skip
         assert part in text
 
