@@ -71,7 +71,7 @@ class PendingCheckpoint:
                 after.old_removed()
         began = time.perf_counter()
         digests = _written(self._staged, temporary, self._final)
-        self.seconds |= {"write": time.perf_counter() - began, "copy": self._staged.copied_s}
+        self.seconds |= {"write": time.perf_counter() - began, "copy": self._staged.copies.copied_s}
         return digests
 
     def finish(self) -> None:
@@ -182,8 +182,8 @@ def start_checkpoint(
     with naming(final):
         staged = backend.stage_checkpoint(temporary)
     training = backend.training_state()
-    seconds = {"before": finished - began, "directory": made - finished, "memory": staged.waited_s}
-    seconds["state"] = time.perf_counter() - made - staged.waited_s
+    seconds = {"before": finished - began, "directory": made - finished, "memory": staged.copies.waited_s}
+    seconds["state"] = time.perf_counter() - made - staged.copies.waited_s
 
     def publish(digests: Mapping[str, str]) -> list[Path]:
         backend.hf_config.save_pretrained(temporary)

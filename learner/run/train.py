@@ -287,8 +287,7 @@ class Learner:
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
             "time/publish_copy_s": self._world.rank.copy_s, "time/checkpoint_s": self._checkpoint_s,
-            **{f"time/checkpoint_{part}_s": s for part, s in self._world.rank.checkpoint_seconds.items()},
-            **used, **self._weights.figures, **self._device.figures,
+            **used, **self._weights.figures, **self._device.figures, **self._world.rank.checkpoint_figures,
             "train/policy_version": progress.policy_version, **read_values(self._reader.read),
         }  # fmt: skip
         self._steps.report("rl", progress.step, row)

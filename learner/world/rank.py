@@ -357,9 +357,10 @@ class Rank:
         )
 
     @property
-    def checkpoint_seconds(self) -> dict[str, float]:
+    def checkpoint_figures(self) -> dict[str, float]:
         """Return the parts of the time of the checkpoint begun last."""
-        return {} if self._saving is None else dict(self._saving.seconds)
+        parts = {} if self._saving is None else dict(self._saving.seconds)
+        return {f"time/checkpoint_{part}_s": seconds for part, seconds in parts.items()}
 
     async def written(self) -> bool:
         """Tell whether every rank has written its part of the checkpoint begun last."""

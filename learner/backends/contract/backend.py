@@ -28,6 +28,7 @@ from learner.config.loss import Loss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.outcomes import ImportanceRatios
 from learner.data.packing import MicroBatch
+from learner.host_memory.copies import StateCopies
 from learner.model_directories.lazy_weights import State
 
 
@@ -149,12 +150,8 @@ class StagedFiles(Protocol):
     """A rank's part of a checkpoint, copied to the host; training may go on, and nothing is written yet."""
 
     @property
-    def waited_s(self) -> float:
-        """Return the seconds that training has waited for memory to copy to."""
-
-    @property
-    def copied_s(self) -> float:
-        """Return the seconds in which the device copied beside training, once all is written."""
+    def copies(self) -> StateCopies:
+        """Return the copies, which know for how long training waited for them."""
 
     def write(self) -> dict[str, str]:
         """Write this rank's files on a thread, without any collective; return their xxh3-128 by name."""

@@ -68,14 +68,6 @@ class StagedShards:
     """What is written: `keep` must be called before it changes."""
     results: list[WriteResult]
 
-    @property
-    def waited_s(self) -> float:
-        return self.copies.waited_s
-
-    @property
-    def copied_s(self) -> float:
-        return self.copies.copied_s
-
     def write(self) -> dict[str, str]:
         """Write this rank's file, without any collective; return its digest by name."""
         self.results = self.writer.write_data(self.plan, self.planner).wait()

@@ -101,14 +101,6 @@ class StagedWrites:
     copies: StateCopies
     """What is written: `keep` must be called before it changes."""
 
-    @property
-    def waited_s(self) -> float:
-        return self.copies.waited_s
-
-    @property
-    def copied_s(self) -> float:
-        return self.copies.copied_s
-
     def write(self) -> dict[str, str]:
         self.writes()
         return {file.name: file_digest(file) for file in self.files}

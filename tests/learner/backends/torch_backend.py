@@ -17,6 +17,7 @@ from learner.backends.contract.frozen_policies import FrozenPolicies
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
+from learner.host_memory.copies import StateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
 from tests.learner.reference import reference_optimizer
 
@@ -167,8 +168,7 @@ class TorchBackend:
 class Staged:
     copied: Path
     file: Path
-    waited_s = 0.0
-    copied_s = 0.0
+    copies = StateCopies((), (), None)
 
     def write(self) -> dict[str, str]:
         self.copied.rename(self.file)
