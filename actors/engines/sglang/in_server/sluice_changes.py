@@ -187,7 +187,7 @@ class _Places:
         device = next(model.parameters()).device
         with self._lock, torch.no_grad():
             tensors = _held(model)
-            storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+            storages = {name: _address(tensor) for name, tensor in tensors.items()}
             prepared, self._prepared = self._prepared, None
             if storages != self._storages:
                 self._moves = bool(self._storages)
@@ -487,7 +487,7 @@ class _NanChangesNothing(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
             part = args[0][args[1]]
-            if part.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():  # no copy of it
+            if _address(part) == _address(args[0]):  # no copy of it
                 return self.__torch_function__(torch.Tensor.copy_, types, (part, args[2]))
         if func is not torch.Tensor.copy_ or not args[1].is_floating_point():
             result = func(*args, **(kwargs or {}))
@@ -509,7 +509,7 @@ class _NanChangesNothing(TorchFunctionMode):
 def _with_nan(tensors: Mapping[str, torch.Tensor], device: torch.device) -> set[str]:
     """Return the names of the parameters and buffers that have a NaN somewhere."""
     largest = {
-        name: tensor.detach().amax().to(device, torch.float64)
+        name: tensor.amax().to(device, torch.float64)
         for name, tensor in tensors.items()
         if tensor.dtype in CHECKED and tensor.numel()
     }

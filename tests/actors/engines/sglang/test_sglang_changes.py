@@ -62,8 +62,8 @@ def policy(dtype):
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-def loaded(state, dtype):
-    model = Fused(dtype)
+def loaded(state, dtype, of_class=Fused):
+    model = of_class(dtype)
     model.load_weights(state.items())
     return model
 
@@ -170,8 +170,7 @@ async def test_what_a_model_copies_is_written_without_it_from_then_on(held, devi
 async def test_what_was_prepared_is_not_read_again(held):
     torch.manual_seed(0)
     first = {name: tensor for name, tensor in policy(torch.bfloat16).items() if name in ("q", "k", "down")}
-    model = Fused(torch.bfloat16)
-    model.load_weights(first.items())
+    model = loaded(first, torch.bfloat16)
     held.keep(first, 0)
     apply(model, held.write_changes(second := later(first, 0.02)))
     held.keep(second, 1)
@@ -237,22 +236,18 @@ class Doubling(Fused):
 def test_a_model_that_computes_from_what_it_loaded_loads_it_each_time(held):
     torch.manual_seed(0)
     first = policy(torch.float32)
-    model = Summing(torch.float32)
-    model.load_weights(first.items())
+    model = loaded(first, torch.float32, Summing)
     held.keep(first, 0)
     for version in (1, 2, 3):
         apply(model, held.write_changes(state := later(held.tensors, 0.02)))
         held.keep(state, version)
-        wanted = Summing(torch.float32)
-        wanted.load_weights(state.items())
-        assert torch.equal(model.sum, wanted.sum)
+        assert torch.equal(model.sum, loaded(state, torch.float32, Summing).sum)
 
 
 def test_places_that_have_other_elements_than_came_are_not_known(held):
     torch.manual_seed(0)
     first = policy(torch.float32)
-    model = Doubling(torch.float32)
-    model.load_weights(first.items())
+    model = loaded(first, torch.float32, Doubling)
     held.keep(first, 0)
     apply(model, held.write_changes(later(first, 0.02)))
     known = sluice_changes._places_of(model)._known
@@ -376,8 +371,7 @@ class AssigningElements(Assigning):
 @pytest.mark.parametrize("of_class", [Assigning, AssigningElements])
 def test_a_model_that_does_not_copy_is_refused_and_says_what_to_do(held, of_class):
     first = {"embed": torch.randn(LENGTH, BIG)}
-    model = of_class(torch.float32)
-    model.load_weights(first.items())
+    model = loaded(first, torch.float32, of_class)
     held.keep(first, 0)
     file = held.write_changes(later(first, 0.01))
     with pytest.raises(RuntimeError, match=rf"{of_class.__name__} does not copy .*embed.*changes alone"):
