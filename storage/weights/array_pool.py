@@ -40,8 +40,10 @@ class SpareMemory(Generic[T]):
 
     def like(self, words: Words) -> Words:
         """Return an array of the same size and dtype with undefined contents."""
-        piece = self._taken(words, lambda piece: piece.behind is None) or self._taken(words, lambda _: True)
-        return self._given(_Piece(words.nbytes, np.uint8) if piece is None else piece[0], words)
+        for fits in (lambda piece: piece.behind is None, lambda _: True):
+            if (piece := self._taken(words, fits)) is not None:
+                return self._given(piece, words)
+        return self._given(_Piece(words.nbytes, np.uint8), words)
 
     def differs(self, old: Words, new: Words, what: T) -> None:
         """Remember what `new` has and `old` lacks. Nobody writes to either from now on."""
@@ -52,19 +54,19 @@ class SpareMemory(Generic[T]):
         """Return an array that has the contents of `words`, and what it lacks of them; None if there is no
         such array."""
         piece = self._taken(words, lambda piece: piece.behind is words)
-        if piece is None or piece[0].later is None:
+        if piece is None or piece.later is None:
             return None
-        what: T = piece[0].later[1]  # type: ignore[assignment]  # `differs` put it there
-        return self._given(piece[0], words), what
+        what: T = piece.later[1]  # type: ignore[assignment]  # `differs` put it there
+        return self._given(piece, words), what
 
-    def _taken(self, words: Words, fits: Callable[[_Piece], bool]) -> tuple[_Piece] | None:
+    def _taken(self, words: Words, fits: Callable[[_Piece], bool]) -> _Piece | None:
         """Take unused memory of the size of `words`, if there is any that fits."""
         idle = self._idle[words.nbytes]
         with self._taking:  # others only append meanwhile
             for n, piece in enumerate(idle):
                 if fits(piece):
                     del idle[n]
-                    return (piece,)
+                    return piece
         return None
 
     def _given(self, piece: _Piece, words: Words) -> Words:
