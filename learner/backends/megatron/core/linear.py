@@ -108,15 +108,14 @@ def gathered_product(own: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> t
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Iterator[int]]:
     """Begin to gather tokens; return them, and a wait for each other rank's, whose number it gives."""
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
     own = own.contiguous()
     whole = own.new_empty(ranks * own.shape[0], *own.shape[1:])
     pieces = whole.chunk(ranks)
     begun = []
-    for distance in range(1, ranks):
-        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+    for to, source in _partners(group):
         begun.append((source, _exchange(own, to, pieces[source], source, group)))
-    pieces[rank].copy_(own)
+    pieces[group.rank()].copy_(own)
 
     def arrivals() -> Iterator[int]:
         for source, works in begun:
@@ -131,16 +130,14 @@ def _begun_sum(
 ) -> tuple[Tensor, list[tuple[Tensor, Sequence[dist.Work], Tensor]]]:
     """Multiply all tokens [T, ..., K] with a matrix [K, N]; return the product of this rank's tokens, and
     those of other ranks' parts of the sum, which are on their way."""
-    ranks, rank = group.size(), group.rank()
     pieces = _rows(inputs.contiguous(), group)
     begun = []
-    for distance in range(1, ranks):
-        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+    for to, source in _partners(group):
         sent = torch.mm(pieces[to], matrix)
         found = torch.empty_like(sent)
         begun.append((found, _exchange(sent, to, found, source, group), sent))
-    own = torch.mm(pieces[rank], matrix)
-    return own.view(inputs.shape[0] // ranks, *inputs.shape[1:-1], matrix.shape[1]), begun
+    own = torch.mm(pieces[group.rank()], matrix)
+    return own.view(inputs.shape[0] // group.size(), *inputs.shape[1:-1], matrix.shape[1]), begun
 
 
 def _add_up(own: Tensor, begun: list[tuple[Tensor, Sequence[dist.Work], Tensor]]) -> Tensor:
@@ -153,6 +150,13 @@ def _add_up(own: Tensor, begun: list[tuple[Tensor, Sequence[dist.Work], Tensor]]
 def _rows(whole: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Return the tokens of each rank as the rows of a matrix."""
     return whole.view(-1, whole.shape[-1]).chunk(group.size())
+
+
+def _partners(group: dist.ProcessGroup) -> Iterator[tuple[int, int]]:
+    """Yield the ranks to which this one sends in turn, each with that from which it receives meanwhile."""
+    ranks, rank = group.size(), group.rank()
+    for distance in range(1, ranks):
+        yield (rank + distance) % ranks, (rank - distance) % ranks
 
 
 def _exchange(
