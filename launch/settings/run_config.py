@@ -314,12 +314,22 @@ def config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration {path} is not {form}: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"the configuration {path} is not an object of settings: {text[:40]!r}")
-    return loaded if path.suffix == ".json" else flags(loaded)
+    return _with_tables(loaded) if path.suffix == ".json" else flags(loaded)
 
 
 def flags(given: object) -> dict[str, Any]:
-    """Return the layer that a command line's flags make; `none` means no value where a setting allows it."""
-    return _without_none(given, ()) if isinstance(given, Mapping) else {}  # else the default
+    """Return the layer that a command line's flags make; `none` means no value where a setting allows it.
+    Raises `ConfigError` for a value in place of a section."""
+    return _with_tables(_without_none(given, ())) if isinstance(given, Mapping) else {}  # else the default
+
+
+def _with_tables(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return `layer`, whose sections readers take for tables before all layers are here and are checked.
+    Raises `ConfigError` for a value in place of a table, and for a wrong one outside of tables."""
+    for key, value in layer.items():
+        if key in RunConfig.model_fields and not isinstance(value, Mapping):
+            validate({key: value})
+    return layer
 
 
 def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
@@ -359,7 +369,10 @@ def _explain(problem: Mapping[str, Any]) -> str:
             wanted, there = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "")
             return f"{key}.type: no {wanted!r}: {nearest(wanted, there.split(', '))}there are: {there}"
         case "model_type":
-            return f"{key} is a table of settings, not a value (got {value!r})"
+            first = next(iter(settings_at(RunConfig, location)))
+            return (
+                f"{key} is a table of settings, not a value (got {value!r}): name one, such as {key}.{first}"
+            )
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     # A check of several settings names those that it is about: their whole table would fill a screen.
     got = "" if isinstance(value, Mapping) else f" (got {value!r})"

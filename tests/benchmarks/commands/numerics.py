@@ -27,7 +27,7 @@ def bench_on_policy(
     Parameters
     ----------
     model
-        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b.
     modes
         Modes of the server, with commas: ordinary, deterministic, on-policy. All on a GPU, else the first.
     learners
@@ -66,7 +66,7 @@ def bench_kv_versions(
     Parameters
     ----------
     model
-        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b.
     modes
         What is measured, with commas: no_updates, in_place, retract, drain, group, adapters,
         hierarchical_cache, pair.

@@ -183,8 +183,8 @@ def bench_weights(
     Parameters
     ----------
     model
-        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b. Without it the shape is small on
-        CPU, qwen3-0.6b on CUDA.
+        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b. Without it the shape
+        is small on a CPU, qwen3-0.6b on CUDA.
     versions
         Number of publications that are measured, after two that are not; one in ten has a snapshot.
     ranks
@@ -297,7 +297,7 @@ def bench_actors(
     Parameters
     ----------
     model
-        Shape of the server's model, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+        Shape of the server's model, with random weights: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b.
     concurrency
         Requests that the server has at once, a multiple of 8; each eight share a prompt.
     new_tokens
@@ -376,7 +376,7 @@ def bench_overlap(
     Parameters
     ----------
     model
-        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-4b, qwen3-8b.
     learner_device
         GPU of the learner, by its CUDA number.
     engine_device

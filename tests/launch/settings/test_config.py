@@ -289,7 +289,10 @@ def test_a_configuration_is_frozen():
             "learner.loss.type: no 'ppo_clp': did you mean 'ppo_clip'? there are: reinforce, ppo_clip, gspo, "
             "cispo, sapo, topr, aipo, gmpo, vespo, regression, clip_cov, kl_cov, plugin",
         ),
-        ({"learner": 3}, "learner is a table of settings, not a value (got 3)"),
+        (
+            {"learner": 3},
+            "learner is a table of settings, not a value (got 3): name one, such as learner.steps",
+        ),
         (
             {"model": {"dtype": "float8"}},
             "model.dtype: should be 'auto', 'float32' or 'bfloat16' (got 'float8')",
@@ -415,12 +418,20 @@ def test_a_configuration_file_is_toml_or_json(tmp_path: Path, name: str, text: s
         ("a.json", "{", "a.json is not JSON: .* line 1 column 2"),
         ("a.json", "[1]", "a.json is not an object of settings"),
         ("a.toml", b"\xff\xfe", "a.toml is not TOML: .*utf-8"),
+        ("a.toml", "model = 'Qwen/Qwen3-0.6B'", r"model is a table .*got 'Qwen/Qwen3-0.6B'.* model\.path"),
+        ("a.json", '{"bus": "nats://here"}', r"bus is a table .* such as bus\.url"),
+        ("a.toml", "directory = 3", r"directory: .*got 3"),
     ],
 )
 def test_a_malformed_configuration_file_is_named(tmp_path: Path, name: str, text: str | bytes, message: str):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         config_file(tmp_path / name)
+
+
+def test_a_value_of_a_flag_in_place_of_a_table_is_named():
+    with pytest.raises(ConfigError, match=r"model is a table .* such as model\.path"):
+        flags({"model": "Qwen/Qwen3-0.6B"})
 
 
 def test_a_configuration_file_that_cannot_be_read_is_named(tmp_path: Path):
