@@ -4,11 +4,12 @@ beside what `launch plan` says of each.
     python -m benchmarks.divisions --shapes qwen3-4b,qwen3-8b,qwen3-32b,qwen3-30b-a3b --directory DIR
 
 A division `4t2p1e1-2x2` has a learner of 4 ranks, of which 2 share layers (tensor), 1 the depth (pipeline)
-and 1 the experts, and 2 engines of 2 GPUs. Without `--divisions` they are the one that `launch plan` expects
-to be the fastest and two others. Each row of the table is a run of a shape: it trains, is ended and started
-again, and loses a rank of its learner, a server, and all of its processes. Rows are lines of
-DIR/divisions.jsonl, and those that are there are not measured again. Without CUDA engines are embedded, and
-plans are those of H200s.
+and 1 the experts, and 2 engines of 2 GPUs; in `4t2p1e1+2x2` these are the first GPUs of the learner, of which
+servers have `mem_fraction_static` 0.3 unless settings say otherwise. Without `--divisions` they are the one
+that `launch plan` expects to be the fastest and two others. Each row of the table is a run of a shape: it
+trains, is ended and started again, and loses a rank of its learner, a server, and all of its processes. Rows
+are lines of DIR/divisions.jsonl, and those that are there are not measured again. Without CUDA engines are
+embedded, and plans are those of H200s.
 
     python -m benchmarks.divisions --shapes sums --divisions 4t1p1e1-4x1 --directory DIR
 
@@ -54,7 +55,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, append_records, number, read_records
 
 log = structlog.get_logger()
-NAME = re.compile(r"(\d+)t(\d+)p(\d+)e(\d+)-(\d+)x(\d+)")
+NAME = re.compile(r"(\d+)t(\d+)p(\d+)e(\d+)([-+])(\d+)x(\d+)")
 SHARED = (1, 2, 4, 8)
 """Numbers of GPUs that may share a model."""
 PROMPT_TOKENS, SAVE_EVERY = 256, 5
@@ -78,28 +79,37 @@ class Cell:
     expert: int
     engines: int
     engine_gpus: int
+    shares: bool = False
+    """Whether the engines are on GPUs of the learner."""
 
     @classmethod
     def named(cls, shape_name: str, division: str) -> "Cell":
         """Return the cell of a division by its name. Raises `ConfigError` for what is none."""
         if (found := NAME.fullmatch(division)) is None:
             raise ConfigError(f"--divisions {division}: write a division as 4t2p1e1-2x2 (see --help)")
-        return cls(shape_name, *map(int, found.groups()))
+        ranks, tensor, pipeline, expert, engines, each = map(int, found.group(1, 2, 3, 4, 6, 7))
+        return cls(shape_name, ranks, tensor, pipeline, expert, engines, each, found[5] == "+")
 
     @property
     def division(self) -> str:
         """Return the name of its division."""
-        return f"{self.ranks}t{self.tensor}p{self.pipeline}e{self.expert}-{self.engines}x{self.engine_gpus}"
+        ranks = f"{self.ranks}t{self.tensor}p{self.pipeline}e{self.expert}"
+        return f"{ranks}{'+' if self.shares else '-'}{self.engines}x{self.engine_gpus}"
 
     @property
     def name(self) -> str:
         """Return a name that is also that of the run."""
-        return f"{self.shape}-{self.division}".replace(".", "_")
+        return f"{self.shape}-{self.division}".replace(".", "_").replace("+", "_")
 
     @property
     def gpus(self) -> int:
         """Return how many both sides have."""
-        return self.ranks + self.engines * self.engine_gpus
+        return max(self.ranks, self.first_of_engines + self.engines * self.engine_gpus)
+
+    @property
+    def first_of_engines(self) -> int:
+        """Return the number of the engines' first GPU."""
+        return 0 if self.shares else self.ranks
 
 
 def settings(cell: Cell, directory: Path, *given: Layer) -> RunConfig:
@@ -110,7 +120,9 @@ def settings(cell: Cell, directory: Path, *given: Layer) -> RunConfig:
     visible: dict[str, Any] = {}
     if torch.cuda.is_available():
         engine = {"type": "sglang", "server": {"tp_size": cell.engine_gpus}}
-        sides = {"learner": range(cell.ranks), "actors": range(cell.ranks, cell.gpus)}
+        engine["server"] |= {"mem_fraction_static": 0.3} if cell.shares else {}
+        last = cell.first_of_engines + cell.engines * cell.engine_gpus
+        sides = {"learner": range(cell.ranks), "actors": range(cell.first_of_engines, last)}
         visible = {side: {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} for side, gpus in sides.items()}
     own: dict[str, Any] = {
         "run": cell.name,

@@ -52,6 +52,15 @@ def test_a_model_that_learns_has_the_settings_of_its_recipe_in_its_division(tmp_
     assert config.supervision.environment["actors"] == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 
 
+def test_engines_may_be_on_gpus_of_the_learner(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    cell = Cell.named("qwen3-0.6b", "2t1p1e1+1x1")
+    assert (cell.division, cell.gpus) == ("2t1p1e1+1x1", 2)
+    config = settings(cell, tmp_path)
+    visible = [config.supervision.environment[side]["CUDA_VISIBLE_DEVICES"] for side in ("learner", "actors")]
+    assert (visible, config.actors.engine.server["mem_fraction_static"]) == (["0,1", "0"], 0.3)
+
+
 def test_a_process_that_ends_while_servers_are_looked_for_is_none():
     with subprocess.Popen(["true"]) as process:
         found = psutil.Process(process.pid)
