@@ -37,6 +37,7 @@ from actors.settings.games import (
 from actors.tools.prompt_tools import refuse_tools
 from bus.errors import ConfigError, SluiceError
 from bus.policy_names import DEFAULT_POLICY
+from bus.process.daemon_call import in_daemon_thread
 from bus.process.plugins import load_function
 from bus.trajectory import End
 
@@ -247,10 +248,11 @@ class GameEnvironment:
         )
 
     async def _called(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a game, in a thread unless it is known to be quick."""
-        return (
-            function(*args, **kwargs) if self._inline else await asyncio.to_thread(function, *args, **kwargs)
-        )
+        """Call a game, in a thread unless it is known to be quick. Whatever hangs has a thread of its own, so
+        that it takes none of those that weights are read in."""
+        if self._inline:
+            return function(*args, **kwargs)
+        return await in_daemon_thread(partial(function, *args, **kwargs), "game")
 
 
 def agent_of(side: int, players: int) -> str:

@@ -1,5 +1,6 @@
 """Text games: rules, turns, sides and rewards, with engines that answer by a script."""
 
+import asyncio
 import sys
 
 import pytest
@@ -189,6 +190,8 @@ class Duel:
     def act(self, action):
         if action == "boom":
             raise RuntimeError("the game fell over")
+        if action in ("exit", "next"):
+            sys.exit(1) if action == "exit" else next(iter(()))
         self._words.append(action)
         self.player = 1
         return len(self._words) == 2
@@ -208,6 +211,16 @@ async def test_a_game_of_the_users_own_is_played_in_threads_and_closed(tokenizer
     episode = await environment.run(Task(task_id="d", prompt="x"), player(tokenizer, "aa", "bbb"))
     assert [t.reward for t in episode.trajectories] == [0.0, 1.0]
     assert Duel.closed == 2
+
+
+@pytest.mark.parametrize(("move", "said"), [("exit", "SystemExit"), ("next", "StopIteration")])
+async def test_a_game_that_exits_or_lacks_a_next_is_told_at_once(tokenizer, move, said):
+    """No future of asyncio holds a StopIteration: whoever awaits it would wait for ever."""
+    game = PluginGame(type="plugin", start=f"{__name__}:Duel")
+    environment = build_environment(GameConfig(game=game, game_timeout_s=3600))
+    async with asyncio.timeout(60):
+        with pytest.raises(RuntimeError, match=said):
+            await environment.run(Task(task_id="d", prompt="x"), player(tokenizer, move))
 
 
 async def test_a_game_without_a_player_of_its_own_cannot_be_played_against_it(tokenizer):
