@@ -49,6 +49,13 @@ CANCEL_S = 5.0
 """Seconds after which a cancelled call of an engine that hangs is left behind."""
 
 
+def is_cancelled() -> bool:
+    """Return whether somebody cancels this task; if nobody does, a `CancelledError` comes from the code that
+    the task runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def until_answered(
     ask: Callable[[], Awaitable[T]],
     what: str,

@@ -1,6 +1,5 @@
 """Failures of each environment of an actor: their numbers, and when an environment or reward is broken."""
 
-import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -207,12 +206,6 @@ def _faulty(of: _Failures) -> str:
 def _latest(of: _Failures) -> str:
     [(kind, _)] = of.failed.most_common(1)
     return of.latest[kind]
-
-
-def is_cancelled() -> bool:
-    """Return whether somebody cancels this task; if nobody does, a `CancelledError` is the rollout's own."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def end_after(error: BaseException) -> End:

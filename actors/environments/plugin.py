@@ -24,7 +24,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import Closable
 from actors.settings.actors import PluginEnvironmentConfig
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError, leaves
-from bus.process.plugins import built_part
+from bus.process.plugins import RAISED, built_part
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class PluginEnvironment:
             if ours := errors.subgroup(NOT_THE_EPISODES):
                 raise next(leaves(ours)) from errors
             raise self._failed(task, errors) from errors
-        except Exception as error:
+        except RAISED as error:
             raise self._failed(task, error) from error
         if not _is_episode(episode):
             raise PluginFaultError(
@@ -109,7 +109,7 @@ class PluginEnvironment:
             scored = await self._in_time(self._environment.score_group(episodes), "a group's rewards")
         except SluiceError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise EpisodeError(f"environment {self._name} raised {error!r} on a group's rewards") from error
         if not isinstance(scored, Mapping) or scored.keys() != episodes.keys():
             raise EpisodeError(
@@ -133,7 +133,7 @@ class PluginEnvironment:
             self._environment.stop_with(stop)
         except SluiceError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise ConfigError(f"environment {self._name}: stop_with raised {error!r}") from error
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class PluginEnvironment:
                 f"environment {self._name}: {what} took longer than rollout_timeout_s={self._timeout_s:g}"
             ) from error
 
-    def _failed(self, task: Task, error: Exception) -> EpisodeError:
+    def _failed(self, task: Task, error: BaseException) -> EpisodeError:
         kind = EpisodeError if is_of_host(error) else PluginFaultError
         return kind(f"environment {self._name} raised {error!r} on task {task.task_id}")
 

@@ -30,6 +30,7 @@ from actors.tools.build import build_tools
 from actors.tools.episode_tools import EpisodeTools
 from actors.tools.prompt_tools import names_of, refused_names
 from bus.codec import Json
+from bus.process.plugins import RAISED
 from bus.trajectory import End
 from bus.waiting import cancelled
 
@@ -258,7 +259,7 @@ class ToolChat:
                 result = await tools.call(tool, arguments)
         except ToolError:
             raise
-        except Exception as error:  # a tool of the user's own may raise anything
+        except RAISED as error:  # a tool of the user's own may raise anything
             if clock.expired() and isinstance(tool, EndsCalls) and tool.wall_s < limit:
                 raise ToolError(f"a call of {tool.name!r} waited for {limit:g} s: set its at_once") from error
             said = f"took longer than {limit:g} s" if clock.expired() else f"raised {error!r}"

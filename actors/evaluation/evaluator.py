@@ -12,7 +12,7 @@ import structlog
 
 from actors.engines.base import Engine, Sampling
 from actors.environments.base import Environment
-from actors.environments.failures import EnvironmentFailures, end_after, is_cancelled
+from actors.environments.failures import EnvironmentFailures, end_after
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.sent_trajectories import PlacedPart, trajectories_of
@@ -27,11 +27,12 @@ from bus.connection import Bus
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError, in_short
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, HeldOutAnswers, PromptSet
 from bus.messages import BlobRef, Lease, Prompt
+from bus.process.plugins import RAISED
 from bus.streams.blob_store import get_blob
 from bus.streams.consume import Inbox, consume
 from bus.streams.publish import Publisher, together
 from bus.trajectory import TRUSTED_ENDS, End, TrajectoryBatch
-from bus.waiting import unless
+from bus.waiting import is_cancelled, unless
 from storage.images.chat import ImageChat
 
 
@@ -329,7 +330,7 @@ class Evaluator:
         except (EngineLostError, HandBackError, MemoryError):  # not the rollout's fault: another evaluates
             raise
         # Whatever an environment raises costs its own answer alone, as in training.
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (*RAISED, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             return self._failed(task, error, end_after(error), failures)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from actors.policy.messages import ToolCall
 from bus.errors import SluiceError
-from bus.process.plugins import load_function
+from bus.process.plugins import RAISED, load_function
 
 ToolHook = Callable[[ToolCall], ToolCall | str]
 """A function from a tool call to the call that the agent gets, or to words that it gets in its place. It runs
@@ -32,7 +32,7 @@ def passed(hook: ToolHook | None, calls: Sequence[ToolCall]) -> tuple[tuple[Tool
 def _outcome(hook: ToolHook, call: ToolCall) -> ToolCall | str:
     try:
         outcome = hook(call)
-    except Exception as error:  # the user's function may raise anything
+    except RAISED as error:  # the user's function may raise anything
         raise ToolHookError(f"the tool hook raised {error!r} on a call of {call.name!r}") from error
     if not isinstance(outcome, ToolCall | str):
         raise ToolHookError(f"the tool hook returned {outcome!r}: return a ToolCall, or words for the agent")

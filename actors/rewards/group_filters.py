@@ -9,7 +9,7 @@ import structlog
 
 from actors.settings.groups import GroupLimitsConfig
 from bus.agent_rewards import AgentReward, are_equal, episode_rewards
-from bus.process.plugins import load_function
+from bus.process.plugins import RAISED, load_function
 
 log = structlog.get_logger()
 
@@ -82,7 +82,7 @@ def reason_to_drop(
         found = [(sizes or {}).get((policy, agent, rollout)) for rollout in episodes]
         try:
             reason = keep(AgentRewards(list(episodes.values()), found))
-        except Exception as error:
+        except RAISED as error:
             log.exception("filter_failed")
             return DropReason("filter_failed", f"it raised {error!r}")
         if not (reason is None or (isinstance(reason, str) and reason)):

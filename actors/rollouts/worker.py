@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from actors.environments.base import Environment, RunsOnDemand, ScoresGroups
-from actors.environments.failures import EnvironmentFailures, end_after, is_cancelled
+from actors.environments.failures import EnvironmentFailures, end_after
 from actors.environments.sample_calls import FirstCalls
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, raised_by_environment
@@ -35,12 +35,13 @@ from bus.errors import EngineLostError, HandBackError, SluiceError
 from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.log_throttle import LogThrottle
+from bus.process.plugins import RAISED
 from bus.requests import LeaseRequest
 from bus.streams.consume import Inbox, consume_received
 from bus.streams.message_parts import Parts
 from bus.streams.received import Received
 from bus.trajectory import TRUSTED_ENDS
-from bus.waiting import cancelled
+from bus.waiting import cancelled, is_cancelled
 from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 from storage.metrics.spans import span
 
@@ -238,7 +239,7 @@ class Worker:
         except (EngineLostError, HandBackError, MemoryError):
             raise
         # Whatever an environment raises costs its own group alone.
-        except (Exception, asyncio.CancelledError) as error:
+        except (*RAISED, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             task = self._task(group.lease, min(episodes))
@@ -350,7 +351,7 @@ class Worker:
             except (EngineLostError, HandBackError, MemoryError):
                 raise  # this process cannot go on: the lease is another actor's
             # Whatever an environment raises costs its own episode alone, also an exit that it asks for.
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
+            except (*RAISED, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and is_cancelled():
                     raise
                 self._tell_of_failure(task, error)

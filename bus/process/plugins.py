@@ -23,6 +23,8 @@ OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 CHECKOUT_PACKAGES = ("benchmarks", "soak")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Name of a user's own function."""
+RAISED = (Exception, SystemExit)
+"""What a user's code raises that must not end a process of ours, `sys.exit` among it."""
 NAME_IT_HERE = "; or name it in this host's own settings"
 
 
@@ -86,7 +88,7 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
+    except RAISED as error:  # a user's module may raise anything
         hint = _same_name_hint(module_name)
         if (
             not hint
@@ -121,7 +123,7 @@ def built_part(
         found = factory(*arguments)
     except ConfigError:
         raise
-    except Exception as error:  # the user's class may raise anything
+    except RAISED as error:  # the user's class may raise anything
         raise ConfigError(f"{kind} {name!r} cannot be built: {error!r}") from error
     if missing := [part for part in parts if not hasattr(found, part)]:
         raise ConfigError(f"{kind} {name!r} has no {' and no '.join(missing)}: see docs/extending.md")
@@ -172,7 +174,7 @@ def _refuse_outside(what: str, module_name: str) -> None:
             )
         try:
             importlib.import_module(name)
-        except Exception as error:  # a user's module may raise anything
+        except RAISED as error:  # a user's module may raise anything
             raise ConfigError(f"{what}: importing {name!r} failed: {error!r}") from error
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from bus.errors import ConfigError, TrainingError, with_traceback
+from bus.process.plugins import RAISED
 from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
 from learner.algorithms.plugin import asked_for, load_plugin
 from learner.config.learner import LearnerConfig
@@ -139,7 +140,7 @@ def _called(kind: str, hook: HookConfig, *args: object, **offered: object) -> An
             f"{what} took longer than {hook.timeout_s:g} s: see what it waits for, or raise "
             f"learner.{kind}.timeout_s"
         ) from error
-    except Exception as error:  # a user's function may raise anything
+    except RAISED as error:  # a user's function may raise anything
         raise ConfigError(with_traceback(f"{what} raised {error!r}", error)) from error
     return result
 

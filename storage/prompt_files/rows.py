@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bus.codec import Json
 from bus.errors import ConfigError, SluiceError, nearest, with_traceback
-from bus.process.plugins import load_function, names_function
+from bus.process.plugins import RAISED, load_function, names_function
 from storage.prompt_files.hub_data import fetched_data, is_hub_data
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def own_rows(source: Path, position: int = 0) -> Iterator[tuple[str, dict[str, J
             yield f"{what}, row {number}", _checked(values, f"{what}, row {number}")
     except SluiceError:
         raise
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
+    except RAISED as error:  # a user's function may raise anything
         raise ConfigError(
             with_traceback(f"{what} raised {error!r} for rows from {position} on", error)
         ) from error

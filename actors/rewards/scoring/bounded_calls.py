@@ -8,7 +8,8 @@ from math import ceil
 from typing import Generic, TypeVar, cast
 
 from actors.rewards.scoring.call_times import CallTimes
-from bus.waiting import set_within
+from bus.process.plugins import RAISED
+from bus.waiting import is_cancelled, set_within
 
 Argument = TypeVar("Argument")
 Outcome = object
@@ -50,11 +51,11 @@ class BoundedCalls(Generic[Argument]):
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await function(argument)
-        except TimeoutError as error:
-            return error
         # A user's function may raise anything; the caller raises it again as its own error with this cause.
-        except Exception as error:  # noqa: BLE001
-            return error
+        except (*RAISED, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            return _as_outcome(error)
 
     async def _in_thread(self, argument: Argument) -> Outcome:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -109,8 +110,13 @@ def _call(function: Callable[[Argument], object], argument: Argument) -> Outcome
     try:
         return function(argument)
     # A user's function may raise anything; the caller raises it again as its own error with this cause.
-    except Exception as error:  # noqa: BLE001
-        return error
+    except RAISED as error:
+        return _as_outcome(error)
+
+
+def _as_outcome(error: BaseException) -> Exception:
+    """Return what a call raised, as an exception that may go through tasks: an exit would end the loop."""
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def _is_async(function: object) -> bool:

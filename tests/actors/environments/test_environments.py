@@ -154,6 +154,18 @@ class ScoringGroups(Troubled):
         return dict.fromkeys(episodes, self.trouble)
 
 
+class ExitingAtGroups(ScoringGroups):
+    async def score_group(self, episodes):
+        sys.exit(2)
+
+
+async def test_a_users_score_group_that_exits_fails_its_group_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    config = PluginEnvironmentConfig(type="plugin", environment="users_own:ExitingAtGroups")
+    with pytest.raises(EpisodeError, match=r"raised SystemExit\(2\) on a group's rewards"):
+        await build_environment(config).score_group({0: Episode(())})
+
+
 @pytest.mark.parametrize("scored", [None, Episode(())])
 async def test_what_a_users_score_group_returns_is_checked(scored, monkeypatch):
     monkeypatch.setattr(Troubled, "trouble", scored)

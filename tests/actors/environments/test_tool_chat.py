@@ -252,6 +252,7 @@ async def hang():
         (ToolError("no connection"), "no connection"),
         (KeyError("x"), r"the tool 'tool' raised KeyError\('x'\)"),
         (TimeoutError(), "raised TimeoutError"),
+        (SystemExit(2), "raised SystemExit"),
         (ExceptionGroup("several", [OSError()]), "raised ExceptionGroup"),
         (hang, "took longer than 0.05 s"),
         (None, "returned NoneType"),

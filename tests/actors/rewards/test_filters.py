@@ -1,5 +1,7 @@
 """Group filters keep or drop with a reason."""
 
+import sys
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -85,6 +87,11 @@ def test_limits_come_before_the_filter_and_bounds_that_keep_nothing_are_refused(
     assert keep(AgentRewards([0.0, 0.0])) == "zero_variance"
     with pytest.raises(ValidationError, match=r"mean_reward_min=1 above mean_reward_max=0\.5 would reject"):
         GroupLimitsConfig(mean_reward_min=1.0, mean_reward_max=0.5)
+
+
+def test_a_filter_that_exits_drops_the_group_and_ends_no_actor():
+    name, detail = reason_to_drop(lambda _: sys.exit(2), rewards_of([0.0, 1.0], []))
+    assert (name, "SystemExit(2)" in detail) == ("filter_failed", True)
 
 
 def test_a_filter_sees_rewards_as_a_sequence_and_sizes_beside_them():

@@ -11,7 +11,7 @@ import torch
 from actors.episodes.task import Answer
 from actors.rewards.base import RewardError
 from actors.rewards.builtin.registry import REWARDS, load_reward
-from actors.rewards.scoring.scorers import Scorer
+from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from bus.errors import ConfigError
 
 
@@ -192,3 +192,26 @@ async def test_an_object_may_be_an_async_reward():
             return len(given.text)
 
     assert await Scorer("judge", timeout_s=60, reward=Judge()).score(answer("abc")) == 3.0
+
+
+def exits(given):
+    raise SystemExit(2)  # as argparse does
+
+
+async def exits_later(given):
+    raise SystemExit(2)
+
+
+async def cancels_itself(given):
+    raise asyncio.CancelledError("mine")
+
+
+@pytest.mark.parametrize("reward", [exits, exits_later, cancels_itself])
+async def test_a_reward_that_exits_or_cancels_itself_is_told_at_once_and_ends_no_process(reward):
+    scorer = Scorer("mine", timeout_s=3600, reward=reward)
+    async with asyncio.timeout(60):
+        with pytest.raises(RewardError, match=r"reward mine on task t raised .*(SystemExit|CancelledError)"):
+            await asyncio.create_task(scorer.score(answer()))
+        group = GroupScorer("mine", timeout_s=3600, reward=reward, lowest=0.0)
+        with pytest.raises(RewardError, match="group reward mine on 2 answers"):
+            await group.scored([answer("a"), answer("b")])

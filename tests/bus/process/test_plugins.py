@@ -109,7 +109,10 @@ def test_function_that_a_module_only_imported_is_refused(allowed: Path):
             load_function("reward", f"plain_plugin:{name}", {})
 
 
-def test_module_that_fails_is_named(allowed: Path):
-    (allowed / "broken_plugin.py").write_text("1 / 0")
-    with pytest.raises(ConfigError, match=r"importing 'broken_plugin' failed: ZeroDivisionError"):
+@pytest.mark.parametrize(
+    ("code", "error"), [("1 / 0", "ZeroDivisionError"), ("import sys; sys.exit(0)", "SystemExit")]
+)
+def test_module_that_fails_is_named(allowed: Path, code: str, error: str):
+    (allowed / "broken_plugin.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"importing 'broken_plugin' failed: {error}"):
         load_function("reward", "broken_plugin:reward", {})
