@@ -336,11 +336,14 @@ class Session:
 
     def _unmet(self, ask: Ask, calls: Sequence[ToolCall]) -> tuple[str, ...]:
         """Return the names of what was asked for and an answer with these calls does not give."""
-        wanted, unmet = ask.must_call, (*ask.unmet, *ask.unmeetable)
-        if wanted is None or any(not wanted or call.name in wanted for call in calls):
-            return unmet
-        self.counts["answers_without_demanded_call"] += 1
-        return (*unmet, "tool_choice")
+        wanted, unmet, names = ask.must_call, (*ask.unmet, *ask.unmeetable), [call.name for call in calls]
+        if ask.one_call and len(names) > 1:
+            unmet = (*unmet, "parallel_tool_calls")
+        if wanted is not None and not any(not wanted or name in wanted for name in names):
+            self.counts["answers_without_demanded_call"] += 1
+            return (*unmet, "tool_choice")
+        is_beyond = ask.may_call is not None and not set(names).issubset(ask.may_call)
+        return (*unmet, "tool_choice") if is_beyond else unmet
 
     def _refuse_unmeetable(self, ask: Ask) -> None:
         """Raise `RefusedError` for what cannot be given, unless the settings say to go on without it."""

@@ -16,11 +16,13 @@ from actors.gateway.dialects.base import (
     Body,
     ChatDialect,
     Part,
+    Request,
     Shown,
     arguments_of,
     content_of,
     data_event,
     text_of,
+    unmet,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
@@ -136,19 +138,25 @@ class _Tool(Body):
 class _Choice(Body):
     type: str
     name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class _Thinking(Body):
     type: str
 
 
-class _Request(Body):
+class _Output(Request):
+    format: JsonValue = None
+
+
+class _Request(Request):
     model: str = ""
     messages: Annotated[list[_Message], Field(min_length=1)]
     system: str | list[Part] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
     thinking: _Thinking | None = None
+    output_config: _Output | None = None
     stream: bool | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0, le=1)] = None
@@ -160,7 +168,7 @@ class _Request(Body):
 def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
     request, meanings = known.read(raw, _Request, _meanings, has_numbers=True)
     prefix = _prefill(request.messages[-1]) if len(meanings) > 1 else None
-    choice = request.tool_choice.type if request.tool_choice is not None else "auto"
+    choice, output = request.tool_choice or _Choice(type="auto"), request.output_config or _Output()
     messages: list[ChatMessage] = []
     if system := text_of(request.system):
         messages.append({"role": "system", "content": system})
@@ -168,19 +176,22 @@ def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
     return Ask(
         model=request.model,
         messages=tuple(messages),
-        tools=() if choice == "none" else tuple(filter(None, map(_declared, request.tools or ()))),
+        tools=() if choice.type == "none" else tuple(filter(None, map(_declared, request.tools or ()))),
         left_out=tuple(str(tool.type) for tool in request.tools or () if _declared(tool) is None),
         stream=bool(request.stream),
         sampling=wanted(request, request.max_tokens),
         stop=tuple(filter(None, request.stop_sequences or ())),
         prefix=prefix or "",
-        must_call=_demanded(request.tool_choice),
+        must_call=_demanded(choice),
+        one_call=choice.disable_parallel_tool_use,
+        unmet=(*request.unmet, *(f"output_config.{name}" for name in output.unread)),
+        unmeetable=(*request.unmeetable, *(f"output_config.{name}" for name in unmet(output, "format"))),
         shows_reasoning=request.thinking is not None and request.thinking.type != "disabled",
     )
 
 
-def _demanded(choice: _Choice | None) -> tuple[str, ...] | None:
-    if choice is None or choice.type not in ("any", "tool"):
+def _demanded(choice: _Choice) -> tuple[str, ...] | None:
+    if choice.type not in ("any", "tool"):
         return None
     return (choice.name,) if choice.type == "tool" else ()
 

@@ -1,6 +1,7 @@
 """What a dialect is: one API's requests, answers, streams and errors, as functions without state."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,21 @@ MOST_STOPS = 16
 """Stop texts of a request: each is looked for in every answer."""
 MOST_CHOICES = 16
 """Answers to one request: each takes a place at the engine."""
+MOST_NAMED = 16
+"""Fields of a request that are named as not heeded."""
+WORD = re.compile(r"\w{1,40}", re.ASCII)
+CHANGES_NOTHING = frozenset((
+    "background", "betas", "client_metadata", "inference_geo", "labels", "metadata", "prompt_cache_key",
+    "prompt_cache_retention", "safety_identifier", "safetySettings", "safety_settings", "service_tier",
+    "store", "stream_options", "user",
+))  # fmt: skip
+"""Fields that say who asks, and how to cache and to bill: without them an answer is the same."""
+USELESS_WITHOUT = frozenset((
+    "audio", "cachedContent", "cached_content", "ebnf", "function_call", "functions", "grammar",
+    "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "output_format",
+    "prompt", "regex", "responseModalities", "response_modalities", "structured_outputs",
+))  # fmt: skip
+"""Fields of schemas, of tools in a form that is gone, and of parts of the prompt that are elsewhere."""
 FAILED = "Error"
 """Word before the answer of a tool that failed."""
 Shown = dict[str, JSON]
@@ -51,11 +67,39 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
+class Request(Body, extra="allow"):
+    """A request, or a part of one that holds settings: what it does not declare is named as not heeded."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Return the names of fields that are set, and are not read."""
+        names = (self.model_extra or {}).keys() - CHANGES_NOTHING
+        words = sorted(name for name in names if WORD.fullmatch(name))
+        return unmet(self, *words[:MOST_NAMED])
+
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        return tuple(name for name in self.unread if name not in USELESS_WITHOUT)
+
+    @property
+    def unmeetable(self) -> tuple[str, ...]:
+        return tuple(name for name in self.unread if name in USELESS_WITHOUT)
+
+
 class Part(Body):
     """One part of a message's content."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str:
+        """Return the part's words. Raises `RefusedError` for a part that has none."""
+        said = self.refusal if self.type == "refusal" else self.text
+        if said is None:
+            raise invalid(f"content of type {self.type!r} has no text")
+        return said
 
     @property
     def image(self) -> str | None:
@@ -73,7 +117,7 @@ def text_of(content: str | Sequence[Part] | None) -> str:
     for part in content:
         if part.type not in TEXT_PARTS:
             raise invalid(f"content of type {part.type!r}: only text is read here")
-    return "".join(part.text or "" for part in content)
+    return "".join(part.said for part in content)
 
 
 def content_of(content: str | Sequence[Part] | None) -> JSON:
@@ -101,7 +145,19 @@ def wanted(request: Body, max_new_tokens: int | None) -> dict[str, float]:
 
 def unmet(request: Body, *names: str) -> tuple[str, ...]:
     """Return the names of fields that are set and not to what holds anyway."""
-    anyway = (None, 0, False, "auto", "none", {"type": "text"})
+    anyway: tuple[JSON, ...] = (
+        None,
+        0,
+        False,
+        "auto",
+        "none",
+        "disabled",
+        {"type": "text"},
+        {},
+        [],
+        ["text"],
+        ["TEXT"],
+    )
     return tuple(name for name in names if getattr(request, name) not in anyway)
 
 

@@ -43,6 +43,10 @@ class Ask:
     tells_logprobs: bool = False
     must_call: tuple[str, ...] | None = None
     """Tools of which the answer is to call one, any where none is named; None where it may call none."""
+    may_call: tuple[str, ...] | None = None
+    """Tools that the answer may call, of those that are offered; None where it may call each."""
+    one_call: bool = False
+    """Whether the answer may have one call at most."""
     unmet: tuple[str, ...] = ()
     """Names of what it asked for and does not get."""
     unmeetable: tuple[str, ...] = ()

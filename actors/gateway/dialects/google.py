@@ -16,6 +16,7 @@ from actors.gateway.dialects.base import (
     Body,
     ChatDialect,
     Part,
+    Request,
     Shown,
     arguments_of,
     content_of,
@@ -25,12 +26,16 @@ from actors.gateway.dialects.base import (
 )
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.known_chats import KnownChats, Meaning
-from actors.gateway.dialects.refusal import RefusedError, TooLongError, parsed
+from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid, parsed
 from actors.policy.messages import Tool, ToolCall
 
 FINISH = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 JSON_TYPE = "application/json"
+
+
+SIGNATURES = frozenset(("thoughtSignature", "thought_signature"))
+"""What a part may have beside its content, or alone: nobody here has signed anything."""
 
 
 class _Camel(Body, alias_generator=to_camel, populate_by_name=True):
@@ -55,18 +60,22 @@ class _Answered(_Camel):
     parts: list["_Part"] = []  # noqa: RUF012 - pydantic copies defaults
 
 
-class _Part(Part, alias_generator=to_camel, populate_by_name=True):
+class _Part(Part, extra="allow", alias_generator=to_camel, populate_by_name=True):
     type: str = "text"
     thought: bool = False
     inline_data: _Blob | None = None
     function_call: _Called | None = None
     function_response: _Answered | None = None
-    file_data: JsonValue = None
 
     @model_validator(mode="after")
-    def _has_no_file(self) -> Self:
-        if self.file_data is not None:
-            raise ValueError("fileData: no file of Google's is read here, send inlineData")
+    def _is_read(self) -> Self:
+        has_content = any(
+            (self.text is not None, self.inline_data, self.function_call, self.function_response)
+        )
+        if others := () if has_content else (self.model_extra or {}).keys() - SIGNATURES:
+            raise ValueError(
+                f"{min(others)} is not read here: send text, inlineData, functionCall or functionResponse"
+            )
         return self
 
     @property
@@ -104,7 +113,7 @@ class _Thinking(_Camel):
     include_thoughts: bool = False
 
 
-class _Generation(_Camel):
+class _Generation(Request, alias_generator=to_camel, populate_by_name=True):
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: float | None = None
@@ -122,7 +131,7 @@ class _Generation(_Camel):
     thinking_config: _Thinking = _Thinking()
 
 
-class _Request(_Camel):
+class _Request(Request, alias_generator=to_camel, populate_by_name=True):
     contents: Annotated[list[_Content], Field(min_length=1)]
     system_instruction: _Content | None = None
     tools: list[_Tools] = []  # noqa: RUF012 - pydantic copies defaults
@@ -166,11 +175,14 @@ def _ask(request: _Request, meanings: Sequence[Meaning]) -> Ask:
         choices=asked.candidate_count or 1,
         tells_logprobs=bool(asked.response_logprobs),
         must_call=tuple(calling.allowed_function_names) if calling.mode == "ANY" else None,
-        unmet=unmet(asked, "presence_penalty", "frequency_penalty", "seed"),
+        may_call=tuple(calling.allowed_function_names) or None,
+        unmet=(*unmet(asked, "presence_penalty", "frequency_penalty", "seed"), *asked.unmet, *request.unmet),
         unmeetable=(
             *(["response_mime_type"] if asked.response_mime_type == JSON_TYPE else []),
             *(["response_schema"] if asked.response_schema or asked.response_json_schema else []),
             *unmet(asked, "logprobs"),
+            *asked.unmeetable,
+            *request.unmeetable,
         ),
         shows_reasoning=asked.thinking_config.include_thoughts,
     )
@@ -226,6 +238,8 @@ def _given(content: _Content, waiting: list[tuple[str, str]]) -> Iterator[ChatMe
 
 def _assistant(parts: Sequence[_Part], number: int) -> tuple[ChatMessage, list[tuple[str, str]]]:
     """Return what the policy said, thought and called, and the calls as names and ids."""
+    if any(part.image is not None for part in parts):
+        raise invalid("inlineData of role 'model': the policy has shown no image")
     message: Shown = {
         "role": "assistant",
         "content": "".join(part.text or "" for part in parts if not part.thought),

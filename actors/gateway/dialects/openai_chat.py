@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from actors.episodes.task import JSON, ChatMessage
 from actors.gateway.dialects.base import (
@@ -13,9 +13,11 @@ from actors.gateway.dialects.base import (
     Body,
     ChatDialect,
     Part,
+    Request,
     Shown,
     content_of,
     data_event,
+    text_of,
     unmet,
     wanted,
 )
@@ -54,6 +56,18 @@ class _Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+    function_call: JsonValue = None
+    audio: JsonValue = None
+    prefix: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.function_call is not None or self.audio is not None:
+            raise ValueError("function_call and audio are not read here: send tool_calls and text")
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise ValueError(f"a message of role {self.role!r} has no content")
+        return self
 
 
 class _Declared(Body):
@@ -71,11 +85,14 @@ class _StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class _Request(Body):
+class _Request(Request):
     model: str = ""
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] | None = None
     tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -98,9 +115,12 @@ def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
     request, meanings = known.read(raw, _Request, _meanings)
     tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    last = request.messages[-1]
+    goes_on = last.role == "assistant" and bool(last.prefix or request.continue_final_message)
     return Ask(
         model=request.model,
-        messages=tuple(chain.from_iterable(meanings)),
+        messages=tuple(chain.from_iterable(meanings[:-1] if goes_on else meanings)),
+        prefix=text_of(last.content) if goes_on else "",
         tools=tools,
         stream=bool(request.stream),
         sampling=wanted(request, request.max_completion_tokens or request.max_tokens),
@@ -108,8 +128,13 @@ def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
         choices=request.n or 1,
         tells_logprobs=bool(request.logprobs),
         must_call=demanded(request.tool_choice),
-        unmet=unmet(request, "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
-        unmeetable=unmet(request, "response_format", "top_logprobs"),
+        may_call=allowed(request.tool_choice),
+        one_call=request.parallel_tool_calls is False,
+        unmet=(
+            *unmet(request, "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
+            *request.unmet,
+        ),
+        unmeetable=(*unmet(request, "response_format", "top_logprobs"), *request.unmeetable),
         usage_in_stream=bool(request.stream_options and request.stream_options.include_usage),
     )
 
@@ -118,11 +143,29 @@ def demanded(choice: JsonValue) -> tuple[str, ...] | None:
     """Return the tools of which OpenAI's `tool_choice` demands one, none for any; None where it does not."""
     if choice == "required":
         return ()
-    if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
+    if not isinstance(choice, dict):
         return None
+    if choice.get("type") == "allowed_tools":
+        return allowed(choice) if _limits(choice).get("mode") == "required" else None
     named = choice.get("function", choice)
     name = named.get("name") if isinstance(named, dict) else None
     return (name,) if isinstance(name, str) else ()
+
+
+def allowed(choice: JsonValue) -> tuple[str, ...] | None:
+    """Return the tools that OpenAI's `tool_choice` allows to be called; None where it allows all."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    tools = _limits(choice).get("tools")
+    each = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    named = (tool.get("function", tool) for tool in each)
+    return tuple(str(one.get("name")) for one in named if isinstance(one, dict))
+
+
+def _limits(choice: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return what `allowed_tools` says, which chat completions write one level deeper than responses."""
+    deeper = choice.get("allowed_tools")
+    return deeper if isinstance(deeper, dict) else choice
 
 
 def declared(tool: _Tool) -> Tool:
@@ -135,7 +178,7 @@ def _meanings(request: _Request, _: Sequence[Meaning]) -> list[Meaning]:
 
 def _message(given: _Message) -> ChatMessage:
     role = "system" if given.role == "developer" else given.role
-    message: Shown = {"role": role, "content": content_of(given.content)}
+    message: Shown = {"role": role, "content": content_of(given.content) or given.refusal or ""}
     if (reasoning := given.reasoning_content or given.reasoning) is not None:
         message["reasoning_content"] = reasoning
     if given.tool_calls:

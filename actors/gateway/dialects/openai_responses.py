@@ -6,15 +6,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import Field, JsonValue, TypeAdapter, model_validator
 
 from actors.episodes.task import ChatMessage
 from actors.gateway.dialects.base import (
     Body,
     Dialect,
     Part,
+    Request,
     Shown,
     content_of,
     data_event,
@@ -24,7 +25,7 @@ from actors.gateway.dialects.base import (
 )
 from actors.gateway.dialects.exchange import Ask, Origin, Reply
 from actors.gateway.dialects.known_chats import KnownChats
-from actors.gateway.dialects.openai_chat import demanded, error
+from actors.gateway.dialects.openai_chat import allowed, demanded, error
 from actors.gateway.dialects.refusal import RefusedError, invalid, parsed
 from actors.policy.messages import Tool, ToolCall, ToolCallError
 
@@ -133,6 +134,14 @@ class _Item(Body):
     output: str | list[_Part] | None = None
     summary: list[Part] | None = None
 
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.type in ("message", "agent_message") and self.content is None:
+            raise ValueError("a message has no content: an item that is only named by its id is not kept")
+        if self.type in ("function_call", "custom_tool_call") and not self.name:
+            raise ValueError(f"an item of type {self.type!r} has no name")
+        return self
+
 
 class _Text(Body):
     format: dict[str, JsonValue] | None = None
@@ -142,7 +151,7 @@ class _Named(Body):
     id: str
 
 
-class _Request(Body):
+class _Request(Request):
     model: str = ""
     input: str | list[_Item]
     previous_response_id: str | None = None
@@ -151,6 +160,8 @@ class _Request(Body):
     instructions: str | None = None
     tools: list[DeclaredTool] | None = None
     tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] = []  # noqa: RUF012 - pydantic copies defaults
     stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -175,6 +186,7 @@ class _Begun(Body):
     items: list[_Item] | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
 ITEMS = TypeAdapter(list[_Item])
 
 
@@ -231,7 +243,15 @@ def _asked(request: _Request, last: _Kept | None) -> Ask:
         stream=bool(request.stream),
         sampling=wanted(request, request.max_output_tokens),
         must_call=demanded(request.tool_choice),
-        unmeetable=(*text_format, *unmet(request, "top_logprobs")),
+        may_call=allowed(request.tool_choice),
+        one_call=request.parallel_tool_calls is False,
+        unmet=request.unmet,
+        unmeetable=(
+            *text_format,
+            *unmet(request, "top_logprobs"),
+            *(["include"] if LOGPROBS in request.include else []),
+            *request.unmeetable,
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """Requests that the gateway answers with an error; each API has a shape of its own for it."""
 
+import re
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -7,6 +8,8 @@ from pydantic import BaseModel, ValidationError
 from bus.errors import SluiceError
 
 B = TypeVar("B", bound=BaseModel)
+FORM = re.compile(r"str$|constrained-str$|list\[")
+"""How pydantic names the forms of a field in the place of an error."""
 
 
 class RefusedError(SluiceError):
@@ -45,6 +48,7 @@ def parsed(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        first = max(found, key=lambda one: len(one["loc"]))  # of a field's forms, the one that was meant
+        where = ".".join(str(part) for part in first["loc"] if not FORM.match(str(part)))
         raise invalid(f"{where}: {first['msg']}" if where else first["msg"]) from error

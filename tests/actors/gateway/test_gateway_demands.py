@@ -121,6 +121,27 @@ async def test_an_answer_says_that_it_has_not_the_call_that_was_demanded(calls, 
         assert s.session.counts["answers_without_demanded_call"] == (not calls)
 
 
+SHORT = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+SEVERAL = {"parallel_tool_calls": False}
+OTHERS = {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"function": {"name": "sub"}}]}}
+
+
+@pytest.mark.parametrize(
+    ("calls", "asked", "unmet"),
+    [
+        (1, SEVERAL, None),
+        (2, SEVERAL, "parallel_tool_calls"),
+        (0, OTHERS, None),
+        (1, OTHERS, "tool_choice"),
+        (1, {"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+)
+async def test_an_answer_says_which_calls_it_should_not_have_and_what_nothing_heeded(calls, asked, unmet):
+    body = {**BODIES[CHAT], "tools": [TOOL], **asked}
+    async with served(lambda _: SHORT * calls or "no") as s, s.http.post(s.url + CHAT, json=body) as answer:
+        assert (answer.status, answer.headers.get("X-Sluice-Unmet")) == (200, unmet)
+
+
 async def test_an_answer_has_the_room_that_the_context_leaves():
     async with served(lambda _: "abcdefgh") as s:
         prompt = len(encoded("<|im_start|>user hi<|im_end|><|im_start|>assistant "))

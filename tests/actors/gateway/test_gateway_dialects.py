@@ -28,6 +28,9 @@ CONVERSATION = [
     {"role": "tool", "tool_call_id": "call_1", "content": "42"},
 ]
 
+HELLO = {"role": "user", "content": "hi"}
+IMAGE = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
+
 
 def reply(**changes) -> Reply:
     values = {
@@ -312,6 +315,77 @@ def test_what_is_asked_for_and_not_done_is_named():
 
 
 @pytest.mark.parametrize(
+    ("dialect", "field", "unmet", "unmeetable"),
+    [
+        (OPENAI_CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", ""),
+        (OPENAI_CHAT, {"repetition_penalty": 1.1, "user": "me", "store": True}, "repetition_penalty", ""),
+        (OPENAI_CHAT, {"a\r\nSet-Cookie: b": 1, "modalities": ["text"], "min_p": 0}, "", ""),
+        (OPENAI_CHAT, {"functions": [{"name": "add"}]}, "", "functions"),
+        (OPENAI_CHAT, {"structured_outputs": {"regex": "a+"}}, "", "structured_outputs"),
+        (OPENAI_RESPONSES, {"prompt": {"id": "pmpt_1"}, "truncation": "disabled"}, "", "prompt"),
+        (OPENAI_RESPONSES, {"max_tool_calls": 2, "reasoning": {}}, "max_tool_calls", ""),
+        (OPENAI_RESPONSES, {"include": ["message.output_text.logprobs"]}, "", "include"),
+        (OPENAI_RESPONSES, {"include": ["reasoning.encrypted_content"]}, "", ""),
+        (ANTHROPIC, {"output_format": {"type": "json_schema", "schema": SCHEMA}}, "", "output_format"),
+        (ANTHROPIC, {"output_config": {"format": SCHEMA}}, "", "output_config.format"),
+        (ANTHROPIC, {"output_config": {"effort": "low"}}, "output_config.effort", ""),
+        (ANTHROPIC, {"context_management": {"edits": [1]}}, "context_management", ""),
+        (GOOGLE, {"cachedContent": "cachedContents/7"}, "", "cachedContent"),
+        (GOOGLE, {"generationConfig": {"responseModalities": ["IMAGE"]}}, "", "responseModalities"),
+        (GOOGLE, {"generation_config": {"responseModalities": ["TEXT"]}, "labels": {"a": "b"}}, "", ""),
+    ],
+)
+def test_whatever_a_request_sets_and_nothing_reads_is_named(dialect, field, unmet, unmeetable):
+    said = {
+        OPENAI_RESPONSES: {"input": "hi"},
+        GOOGLE: {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
+    }.get(dialect, {"messages": [HELLO]})
+    found = ask(dialect, **said, **field)
+    assert (found.unmet, found.unmeetable) == tuple((name,) if name else () for name in (unmet, unmeetable))
+
+
+def test_refusals_are_words_of_the_assistant():
+    words = [{"type": "refusal", "refusal": "I "}, {"type": "text", "text": "won't"}]
+    for said in ({"content": words}, {"content": None, "refusal": "I won't"}):
+        asked = ask(OPENAI_CHAT, messages=[HELLO, {"role": "assistant", **said}, HELLO])
+        assert asked.messages[1]["content"] == "I won't"
+    [_, message, _] = ask(
+        OPENAI_RESPONSES, input=[HELLO, {"role": "assistant", "content": words}, HELLO]
+    ).messages
+    assert message["content"] == "I won't"
+
+
+@pytest.mark.parametrize("more", [{"continue_final_message": True, "add_generation_prompt": False}, {}])
+def test_an_answer_that_an_openai_client_has_begun_is_a_prefix(more):
+    begun = {"role": "assistant", "content": "It is", **({} if more else {"prefix": True})}
+    asked = ask(OPENAI_CHAT, messages=[HELLO, begun], **more)
+    assert (asked.prefix, len(asked.messages), asked.unmet, asked.unmeetable) == ("It is", 1, (), ())
+    asked = ask(OPENAI_CHAT, messages=[HELLO, {"role": "assistant", "content": "It is"}])
+    assert (asked.prefix, len(asked.messages)) == ("", 2)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_allowed_are_known(mode):
+    tools = [{"type": "function", "name": "add"}, {"type": "custom", "name": "patch"}]
+    flat = {"type": "allowed_tools", "mode": mode, "tools": tools}
+    deep = [
+        {"type": "function", "function": {"name": "add"}},
+        {"type": "function", "function": {"name": "patch"}},
+    ]
+    for dialect, said, choice in (
+        (OPENAI_RESPONSES, {"input": "hi"}, flat),
+        (
+            OPENAI_CHAT,
+            {"messages": [HELLO]},
+            {"type": "allowed_tools", "allowed_tools": {**flat, "tools": deep}},
+        ),
+    ):
+        asked = ask(dialect, **said, tool_choice=choice)
+        assert asked.may_call == ("add", "patch")
+        assert asked.must_call == (("add", "patch") if mode == "required" else None)
+
+
+@pytest.mark.parametrize(
     ("dialect", "choice", "tools"),
     [
         (OPENAI_CHAT, "auto", None),
@@ -337,6 +411,21 @@ def test_a_demanded_call_is_known(dialect, choice, tools):
         (ANTHROPIC, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens"),
         (OPENAI_CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 17}, "n: .* 16"),
         (OPENAI_RESPONSES, {"input": [{"type": "computer_call"}]}, "computer_call"),
+        (OPENAI_RESPONSES, {"input": [{"id": "msg_7"}]}, r"input\.0: .*has no content"),
+        (OPENAI_RESPONSES, {"input": [{"type": "function_call", "call_id": "c"}]}, "has no name"),
+        (OPENAI_CHAT, {"messages": [{"role": "user", "contents": "hi"}]}, "'user' has no content"),
+        (OPENAI_CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' has no text"),
+        (OPENAI_CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "tool_calls"),
+        (OPENAI_CHAT, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio"),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' has no text"),
+        (
+            GOOGLE,
+            {"contents": [{"parts": [{"executableCode": {"code": "1"}}]}]},
+            "executableCode is not read",
+        ),
+        (GOOGLE, {"contents": [{"role": "model", "parts": [{"executableCode": {}}]}]}, "executableCode"),
+        (GOOGLE, {"contents": [{"role": "model", "parts": [IMAGE]}]}, "has shown no image"),
+        (GOOGLE, {"contents": [{"parts": [{"functionCall": {"name": "f"}}]}]}, "has no text"),
         (OPENAI_RESPONSES, {"input": "hi", "tools": [{"type": "function"}]}, "has no name"),
     ],
 )

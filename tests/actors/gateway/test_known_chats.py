@@ -153,7 +153,7 @@ def test_requests_that_repeat_a_chat_mean_what_they_mean_alone():
     known, said = KnownChats(), chat(6)
     for cut in (1, 5, 13):
         assert OPENAI_CHAT.parse(body(*said[:cut], n=2), known) == afresh(OPENAI_CHAT, body(*said[:cut], n=2))
-    changes = {"content": "else", "role": "user", "reasoning_content": "so", "tool_calls": [], "name": "x"}
+    changes = {"content": "else", "role": "tool", "reasoning_content": "so", "tool_calls": [], "name": "x"}
     for number in range(len(said)):
         for key, value in changes.items():
             other = deepcopy(said)
