@@ -223,7 +223,8 @@ class AdaptedBase(Message, tag="adapted_base"):
     """Says which weights published low-rank adapters belong to: W becomes W + scale * B A."""
 
     weights: BlobRef
-    """The frozen weights, safetensors with Hugging Face names; every version of a learner has the same."""
+    """The frozen weights, safetensors with Hugging Face names; every version of a learner has the same. Of
+    several ranks those that rank 0 of the learner stored."""
     scale: float
     rank: int = 0
     """Rows of each A; 0 where a learner before this field does not say."""
@@ -232,6 +233,20 @@ class AdaptedBase(Message, tag="adapted_base"):
     experts without their numbers, as `experts.up_proj`."""
     weight_decomposed: bool = False
     """Says whether the rows of the sum have lengths of their own, which are published too."""
+    rest: tuple[BlobRef, ...] = ()
+    """Frozen weights that other ranks stored."""
+    digest: str = ""
+    """Digest of all frozen weights, however many ranks stored them; empty from a learner before this
+    field."""
+
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        return self.weights, *self.rest
+
+    @property
+    def identity(self) -> str:
+        """Return what is equal for equal frozen weights."""
+        return self.digest or self.weights.digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

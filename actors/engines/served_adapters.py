@@ -84,7 +84,7 @@ class ServedAdapters:
                 f"rank {self.rank} and scale {self.scale:g} in {', '.join(self.modules)}: start this actor "
                 "again"
             )
-        if self.base and adapted.weights.digest != self.base:
+        if self.base and adapted.identity != self.base:
             raise ConfigError(
                 f"{SETTING}: the learner's frozen weights are others now than those that the servers have "
                 "for several policies: start this actor again"

@@ -237,7 +237,7 @@ async def shared_servers(
         found[name] = served
     if not found:
         return SharedServers(own, {})
-    all_of_them, base = {DEFAULT_POLICY: own, **found}, adapted.weights.digest
+    all_of_them, base = {DEFAULT_POLICY: own, **found}, adapted.identity
     beside = {
         name: one.sharing((other for other in all_of_them.values() if other is not one), base)
         for name, one in all_of_them.items()
@@ -247,7 +247,7 @@ async def shared_servers(
 
 def _refuse_other_base(name: str, own: AdaptedBase, announced: AdaptedBase | None) -> None:
     """Refuse a policy whose frozen weights are others; one without adapters is refused for that."""
-    if announced is not None and announced.weights.digest != own.weights.digest:
+    if announced is not None and announced.identity != own.identity:
         raise ConfigError(
             f"policies.{name}: its frozen weights are others than those of the run's own policy, and a "
             "server has one of the two: give both the same model, seed and learner.publish_dtype, or set "

@@ -140,13 +140,13 @@ _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDict
 
 
 async def base_weights(
-    source: BlobSource, ref: BlobRef, fetch: Callable[[BlobRef], Awaitable[Weights]]
+    source: BlobSource, adapted: AdaptedBase, fetch: Callable[[AdaptedBase], Awaitable[Weights]]
 ) -> Weights:
-    """Return the weights behind `ref`, which `fetch` brings unless some source brought the same bytes last.
-    Raises what `fetch` raises; then the next call fetches again."""
+    """Return the frozen weights, which `fetch` brings unless some source brought the same last. Raises what
+    `fetch` raises; then the next call fetches again."""
     async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):  # two fetch it once
-        held = next((base for base in _bases.values() if base.digest == ref.digest), None)
-        _bases[source] = held or _Base(ref.digest, await fetch(ref))
+        held = next((base for base in _bases.values() if base.digest == adapted.identity), None)
+        _bases[source] = held or _Base(adapted.identity, await fetch(adapted))
         return _bases[source].weights
 
 
@@ -167,7 +167,7 @@ class Receiver:
         self.lacks_base = False
         """Whether the frozen weights of adapters could not be had when they were last needed."""
         self._base: tuple[str, Weights] | None = None
-        """Frozen weights of the adapters, with the digest of their bytes."""
+        """Frozen weights of the adapters, with their digest."""
         self._incarnation = ""
         self._published_as = ""
         """How the first weights are quantised."""
@@ -199,10 +199,10 @@ class Receiver:
         if adapted is None:
             self.lacks_base = False
             return published
-        if self._base is None or self._base[0] != adapted.weights.digest:
+        if self._base is None or self._base[0] != adapted.identity:
             self.lacks_base = True
-            weights = await base_weights(self._blobs, adapted.weights, self._fetch_base)
-            self._base, self.lacks_base = (adapted.weights.digest, weights), False
+            weights = await base_weights(self._blobs, adapted, self._fetch_base)
+            self._base, self.lacks_base = (adapted.identity, weights), False
         base = self._base[1]
         if self._served is not None:
             return beside(base, published)
@@ -220,9 +220,9 @@ class Receiver:
                 f"engines of this actor were started for {self._published_as}: start this actor again"
             )
 
-    async def _fetch_base(self, ref: BlobRef) -> Weights:
-        data = await self._blobs.get(ref)
-        return await _in_threads(partial(read_snapshot, data, 0))
+    async def _fetch_base(self, adapted: AdaptedBase) -> Weights:
+        data, *rest = await together(map(self._blobs.get, adapted.blobs))
+        return await _in_threads(partial(read_snapshot, data, 0, rest=rest))
 
     async def _from_snapshot(self, manifest: PolicyManifest) -> Weights:
         tail = manifest.since(manifest.snapshot_at) or ()

@@ -1,6 +1,6 @@
 """What is announced of a version, and which stored bytes an announcement needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,10 +12,11 @@ from storage.weights.tensors import Weights
 class AdapterBase:
     """What published adapters belong to."""
 
-    described: Callable[[BlobRef], AdaptedBase]
-    """Says what adapters they are, of frozen weights that lie there."""
+    described: Callable[[Sequence[BlobRef], str], AdaptedBase]
+    """Says what adapters they are, of frozen weights that lie there and have this digest."""
     weights: Callable[[], Weights]
-    """Reads the frozen weights as they are published; called when they are to be stored."""
+    """Reads this rank's share of the frozen weights as they are published; called when they are to be
+    stored."""
 
 
 class Announcement(NamedTuple):
@@ -32,6 +33,6 @@ class Announcement(NamedTuple):
 def blobs_of(manifest: PolicyManifest) -> set[BlobRef]:
     """Return all blobs from which somebody makes the version of a manifest, or one that it keeps."""
     kept = (version.snapshot for version in manifest.kept)
-    base = () if manifest.adapted is None else (manifest.adapted.weights,)
+    base = () if manifest.adapted is None else manifest.adapted.blobs
     deltas = (blob for delta in manifest.deltas for blob in delta.blobs)
     return {*manifest.snapshot_blobs, *deltas, *kept, *base}

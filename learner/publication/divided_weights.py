@@ -70,6 +70,18 @@ class DividedWeights:
         return {name: found[name] for name in self.shapes if name in found}
 
 
+def holders_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the rank that has each tensor, whole, where ranks have equally many elements as far as may be.
+    Each has tensors that follow one another."""
+    ranks, sizes = dist.get_world_size(), [prod(shape) for shape in shapes.values()]
+    ends = list(accumulate(sizes))
+    middles = [end - size // 2 for size, end in zip(sizes, ends, strict=True)]
+    return {
+        name: min(middle * ranks // max(1, ends[-1]), ranks - 1)
+        for name, middle in zip(shapes, middles, strict=True)
+    }
+
+
 class _OfDtype:
     """Tensors of one dtype, whose elements are counted through and divided among the ranks."""
 
@@ -80,12 +92,8 @@ class _OfDtype:
         """Divide tensors of these shapes; the pieces with these `numbers` are of them."""
         ranks, sizes = dist.get_world_size(), [prod(shape) for shape in shapes.values()]
         ends = list(accumulate(sizes, initial=0))
-        middles = [end - size // 2 for size, end in zip(sizes, ends[1:], strict=True)]
         firsts = dict(zip(shapes, ends, strict=False))
-        self.holders = {
-            name: min(middle * ranks // max(1, ends[-1]), ranks - 1)
-            for name, middle in zip(shapes, middles, strict=True)
-        }
+        self.holders = holders_of(shapes)
         bounds = [0, *([ends[-1]] * ranks)]
         for name, holder in reversed(self.holders.items()):
             bounds[1 : holder + 1] = [min(bound, firsts[name]) for bound in bounds[1 : holder + 1]]

@@ -18,8 +18,9 @@ from torch import Tensor
 from learner.backends.contract.backend import Backend, Exported, TrainedAdapters
 from learner.distributed.process_group import device
 from learner.host_memory.copies import host_memory, host_tensors
+from learner.model_directories.lazy_weights import spec_of
 from learner.publication.announcement import AdapterBase
-from learner.publication.divided_weights import DividedWeights
+from learner.publication.divided_weights import DividedWeights, holders_of
 from learner.publication.whole_model import WholeModel
 from storage.weights.tensors import HostTensor, Weights
 
@@ -120,9 +121,12 @@ class HostCopy:
         return AdapterBase(adapters.described, partial(self.as_published, adapters))
 
     def as_published(self, adapters: TrainedAdapters) -> Weights:
-        """Return the frozen weights of adapters in the dtypes to publish. It is called on any thread."""
-        exact, base = adapters.exact, adapters.base
-        tensors = {name: base[name].to(exact.get(name, self._dtype)).contiguous() for name in sorted(base)}
+        """Return this rank's share of the frozen weights of adapters, in the dtypes to publish. It is called
+        on any thread."""
+        exact, base, rank = adapters.exact, adapters.base, dist.get_rank()
+        holders = holders_of({name: spec_of(base, name).shape for name in sorted(base)})
+        mine = [name for name, holder in holders.items() if holder == rank]
+        tensors = {name: base[name].to(exact.get(name, self._dtype)).contiguous() for name in mine}
         return Weights.of(0, host_tensors(tensors))
 
     def _beside_training(self) -> torch.cuda.StreamContext:

@@ -39,7 +39,7 @@ from storage.model_files.packed_files import bundle, with_config, with_dtype, wi
 from storage.weights.blob_stores import BlobStore, delete_blobs, on_bus
 from storage.weights.deltas import Delta, joined_delta
 from storage.weights.quantisation import quantisation_config
-from storage.weights.tensors import Weights, own, snapshot_content
+from storage.weights.tensors import Weights, joined_digest, own, snapshot_content
 
 log = structlog.get_logger()
 SNAPSHOT_PAUSE_S = 5.0
@@ -555,10 +555,16 @@ class WeightPublisher:
         self._model = await put_only_blob(self._bus, self._publisher, encode(self._files), "model")
 
     async def _put_base(self) -> None:
-        if self._base is not None and self._adapted is None:
-            weights = await asyncio.to_thread(self._base.weights)
-            blob = await self._put(snapshot_content(weights), "base")
-            self._adapted = self._base.described(blob)
+        if self._base is None or self._adapted is not None:
+            return
+        theirs = self._others and asyncio.create_task(self._others.base((self._incarnation, "base")))
+        mine = await asyncio.to_thread(self._base.weights)
+        described, blobs = mine.described(), [await self._put(snapshot_content(mine), "base")]
+        if theirs:
+            stored = await theirs
+            described |= stored.digests
+            blobs += stored.blobs
+        self._adapted = self._base.described(blobs, joined_digest(0, described).hex())
 
     async def _put(self, content: Content, *tokens: object) -> BlobRef:
         blob = await self._store.put(content, self._incarnation, *tokens)
@@ -577,7 +583,9 @@ class WeightPublisher:
     def _note(self, weights: Weights, sent: tuple[BlobRef, ...], sent_words: int) -> None:
         self.figures = {
             "weights/wire_bytes": sum(blob.size_bytes for blob in sent),
-            "weights/full_bytes": (self._adapted.weights if self._adapted else weights).size_bytes,
+            "weights/full_bytes": sum(blob.size_bytes for blob in self._adapted.blobs)
+            if self._adapted
+            else weights.size_bytes,
             "weights/sent_fraction": sent_words / max(1, weights.words),
             **self._snapshots.figures(),
         }

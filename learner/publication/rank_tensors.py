@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from bus.errors import BusError, WorldError
 from bus.messages import BlobRef
+from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy
 from learner.publication.snapshot_writer import HeldContent
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
@@ -53,9 +54,10 @@ class Share:
 
 
 class StoredSnapshot(NamedTuple):
-    """What ranks have stored of a snapshot."""
+    """What ranks have stored of a snapshot, or of the frozen weights of adapters."""
 
     digests: Mapping[str, bytes]
+    """Digest of each tensor by name; of a frozen one with what else tells it from others."""
     blobs: tuple[BlobRef, ...]
 
 
@@ -88,10 +90,12 @@ class OwnTensors:
     """The tensors of a rank other than 0, and its answers; all its work is on one thread, in order."""
 
     def __init__(
-        self, encoder: TensorEncoder, group: dist.ProcessGroup | None, bytes_per_s: int | None = None
-    ) -> None:
-        """`bytes_per_s` bounds how fast all ranks together write snapshots beside deltas."""
-        self._encoder, self._group, self._bytes_per_s = encoder, group, bytes_per_s
+        self, encoder: TensorEncoder, group: dist.ProcessGroup | None, bytes_per_s: int | None = None,
+        base: AdapterBase | None = None,
+    ) -> None:  # fmt: skip
+        """`bytes_per_s` bounds how fast all ranks together write snapshots beside deltas. `base` is what
+        published adapters belong to."""
+        self._encoder, self._group, self._bytes_per_s, self._base_of = encoder, group, bytes_per_s, base
         self._thread = ThreadPoolExecutor(1, "published tensors")
         self._newest: Callable[[], Tensors] = dict
         """Returns the tensors of the version that is being published, in its format."""
@@ -169,6 +173,14 @@ class OwnTensors:
         digests = self._encoder.digests(newest)
         content = snapshot_content(Weights(policy_version, newest, digests))
         return StoredSnapshot(digests, (self._put(content, tokens),) if newest else ())
+
+    def base(self, tokens: tuple[object, ...]) -> StoredSnapshot:
+        """Store this rank's share of the frozen weights below adapters."""
+        if self._base_of is None:
+            raise RuntimeError(f"rank {dist.get_rank()} publishes no adapters")
+        weights = self._base_of.weights()
+        blobs = (self._put(snapshot_content(weights), tokens),) if weights.tensors else ()
+        return StoredSnapshot(weights.described(), blobs)
 
     def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
         """Begin to store the announced version whole, beside what comes next."""
@@ -290,7 +302,14 @@ class OtherRanks:
 
     async def snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> StoredSnapshot:
         """Have each other rank store its tensors whole."""
-        found = cast(list[StoredSnapshot], await self._ask(Wish("snapshot", (policy_version, tokens))))
+        return await self._stored(Wish("snapshot", (policy_version, tokens)))
+
+    async def base(self, tokens: tuple[object, ...]) -> StoredSnapshot:
+        """Have each other rank store its share of the frozen weights below adapters."""
+        return await self._stored(Wish("base", (tokens,)))
+
+    async def _stored(self, wish: Wish) -> StoredSnapshot:
+        found = cast(list[StoredSnapshot], await self._ask(wish))
         digests = {name: digest for each in found for name, digest in each.digests.items()}
         return StoredSnapshot(digests, tuple(blob for each in found for blob in each.blobs))
 

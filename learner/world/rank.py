@@ -96,7 +96,7 @@ class Rank:
         self._answers = answer_group(settings.learner.world.collective_timeout_s)
         publication = settings.learner.publication
         self._tensors = OwnTensors(
-            TensorEncoder(publication), self._answers, publication.snapshot_bytes_per_s
+            TensorEncoder(publication), self._answers, publication.snapshot_bytes_per_s, self.adapter_base
         )
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None

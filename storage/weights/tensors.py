@@ -134,11 +134,14 @@ class Weights:
 
     def digest(self) -> bytes:
         """xxh3-128 of the version and all names, dtypes, shapes and digests: equal for equal weights only."""
-        whole = xxhash.xxh3_128(str(self.policy_version).encode())
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name]
-            whole.update(json.dumps([name, tensor.dtype, tensor.shape]).encode() + self.digests[name])
-        return whole.digest()
+        return joined_digest(self.policy_version, self.described())
+
+    def described(self) -> dict[str, bytes]:
+        """Return name, dtype, shape and digest of each tensor in one, by name."""
+        return {
+            name: json.dumps([name, tensor.dtype, tensor.shape]).encode() + self.digests[name]
+            for name, tensor in self.tensors.items()
+        }
 
     def changed_since(self, digests: Mapping[str, bytes]) -> dict[str, HostTensor]:
         """Return the tensors whose digest differs from the one in `digests`, or is missing there."""
@@ -154,6 +157,14 @@ class Weights:
             if same and tensors[name].same_kind(other.tensors[name]):
                 tensors[name] = other.tensors[name]
         return Weights(self.policy_version, tensors, self.digests)
+
+
+def joined_digest(policy_version: int, described: Mapping[str, bytes]) -> bytes:
+    """Return the digest of weights that several processes have, from what each says of its tensors."""
+    whole = xxhash.xxh3_128(str(policy_version).encode())
+    for name in sorted(described):
+        whole.update(described[name])
+    return whole.digest()
 
 
 def part_words(itemsize: int) -> int:

@@ -324,7 +324,7 @@ async def _serving(
 def _served(config: RunConfig, base: AdapterBase | None) -> ServedAdapters | None:
     """Return the adapters that the engine adds itself, before any are published."""
     nowhere = BlobRef(subject="", chunks=0, size_bytes=0, digest="")
-    adapted = None if base is None else base.described(nowhere)
+    adapted = None if base is None else base.described([nowhere], "")
     return served_adapters(config.actors.engine, adapted, max_staleness=config.admission.max_staleness)
 
 

@@ -132,13 +132,16 @@ class TrainedAdapters:
     whole: Sequence[str] = ()
     """Names of weights that are trained whole beside them, and streamed too: the head of a reward model."""
 
-    def described(self, weights: BlobRef) -> AdaptedBase:
-        """Return what is announced of the adapters; `weights` is where the frozen ones were published."""
+    def described(self, weights: Sequence[BlobRef], digest: str) -> AdaptedBase:
+        """Return what is announced of the adapters; `weights` are where the frozen ones were published, and
+        `digest` is that of all of them."""
         modules = sorted(
             {".".join([p for p in module.split(".") if not p.isdigit()][-2:]) for module in self.modules}
         )
         return AdaptedBase(
-            weights=weights,
+            weights=weights[0],
+            rest=tuple(weights[1:]),
+            digest=digest,
             scale=self.config.scale,
             rank=self.config.rank,
             modules=tuple(modules),

@@ -101,8 +101,9 @@ def publishing_rank(run: Run, thread: ThreadPoolExecutor) -> PublishingRank:
     exported = Exported(dict.fromkeys(NAMES, (ROWS, COLUMNS)), {}, NO_TENSORS, pieces=[piece])
     group = SimpleNamespace(rank=dist.get_rank, size=dist.get_world_size)
     backend = SimpleNamespace(
-        hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported, rows=rows
-    )
+        hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported, rows=rows,
+        adapters=None,
+    )  # fmt: skip
     settings = replace(
         MiniRun(None, run.directory, None, run.directory / "none").settings(),
         model=ModelConfig(dtype="bfloat16"), learner=LearnerConfig(publication=PUBLICATION),

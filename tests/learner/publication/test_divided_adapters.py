@@ -60,6 +60,12 @@ class AdaptedRank(TrainingRank):
 
         return await self.in_thread(work)
 
+    def frozen(self) -> Weights:
+        """Return all frozen weights as one rank alone would publish them."""
+        adapters = self._backend.adapters
+        found = {n: adapters.base[n].to(adapters.exact.get(n, torch.bfloat16)) for n in adapters.base}
+        return Weights.of(0, host_tensors(found))
+
 
 def publish(url: str, directory: Path, name: str) -> None:
     asyncio.run(_publish(url, directory, name))
@@ -95,11 +101,11 @@ async def _publish(url: str, directory: Path, name: str) -> None:
             )
             await publisher.start(directory)
             async with world.led(stop):
-                await publish_and_compare(bus, world, publisher)
+                await publish_and_compare(bus, world, publisher, rank.frozen())
             await publisher.close()
 
 
-async def publish_and_compare(bus: Bus, world: World, publisher: WeightPublisher) -> None:
+async def publish_and_compare(bus: Bus, world: World, publisher: WeightPublisher, frozen: Weights) -> None:
     receiver = Receiver(Blobs(bus))
     for version in range(VERSIONS):
         await world.call(AdaptedRank.trained, version)
@@ -111,6 +117,10 @@ async def publish_and_compare(bus: Bus, world: World, publisher: WeightPublisher
         assert announced.digest() == expected.digest()
         assert 0 < len(own(announced.tensors)) < len(announced.tensors)
         assert len({blob.origin for blob in manifest.snapshot_blobs}) == RANKS
+        base = manifest.adapted
+        assert base.identity == frozen.digest().hex()
+        assert len({blob.origin for blob in base.blobs}) == RANKS
+        assert max(blob.size_bytes for blob in base.blobs) < 0.7 * frozen.size_bytes
         received = torch_tensors((await receiver.advance(manifest)).tensors)
         assert received.keys() == merged.keys()
         assert all(torch.equal(received[name], tensor) for name, tensor in merged.items())

@@ -67,7 +67,7 @@ async def _fail_to_copy(directory: Path) -> str:
     exported = Exported({"a": (3, COLUMNS), "b": (3, COLUMNS)}, {}, NO_TENSORS, pieces=[piece])
     group = SimpleNamespace(rank=dist.get_rank, size=dist.get_world_size)
     backend = SimpleNamespace(
-        hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported
+        hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported, adapters=None
     )
     settings = replace(
         MiniRun(None, directory, None, directory / "none").settings(), model=ModelConfig(dtype="bfloat16")

@@ -246,7 +246,7 @@ async def test_kept_versions_are_refused_where_others_are_published(bus, tmp_pat
     for name in adapter_names("layer.weight") if before == "adapter" else ("layer.weight",):
         tensors[name] = torch.ones(2, 2)
     frozen = Weights.of(0, host_tensors({"layer.weight": torch.ones(2, 2)}))
-    base = AdapterBase(lambda weights: AdaptedBase(weights=weights, scale=1.0), lambda: frozen)
+    base = AdapterBase(lambda blobs, _: AdaptedBase(weights=blobs[0], scale=1.0), lambda: frozen)
     bases = [base, None] if before == "adapter" else [None, base]
 
     async def publish(incarnation, base):

@@ -194,7 +194,7 @@ async def test_adapters_are_not_announced_without_their_base_which_could_not_be_
 ):
     (tmp_path / "config.json").write_text("{}")
     base = AdapterBase(
-        lambda blob: AdaptedBase(weights=blob, scale=1.0), lambda: Weights.of(0, Host().take(0))
+        lambda blobs, _: AdaptedBase(weights=blobs[0], scale=1.0), lambda: Weights.of(0, Host().take(0))
     )
     publisher = WeightPublisher(bus, disk, PublicationConfig(snapshot_every=2), incarnation="one", base=base)
     await publisher.start(tmp_path)

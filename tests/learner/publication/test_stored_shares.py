@@ -89,8 +89,9 @@ async def sharing_rank(directory: Path) -> AsyncIterator[SharingRank]:
     exported = Exported(dict.fromkeys(NAMES, (ROWS, COLUMNS)), {}, NO_TENSORS, pieces=[piece])
     group = SimpleNamespace(rank=dist.get_rank, size=dist.get_world_size)
     backend = SimpleNamespace(
-        hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported, rows=rows
-    )
+        hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported, rows=rows,
+        adapters=None,
+    )  # fmt: skip
     publication = PublicationConfig(threads=1, snapshot_every=2, keep=2)
     settings = MiniRun(None, directory, None, directory / "none").settings()
     settings = replace(

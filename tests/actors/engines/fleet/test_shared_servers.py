@@ -135,15 +135,16 @@ async def test_a_policy_at_the_runs_own_servers_has_one_engine_at_each_and_lets_
 async def test_frozen_weights_of_two_policies_are_on_the_host_once(bus, rival):
     sources, fetched = [Blobs(bus), Blobs(rival)], []
 
-    async def fetch(ref):
-        fetched.append(ref.digest)
+    async def fetch(adapted):
+        fetched.append(adapted.identity)
         await asyncio.sleep(0)
         return Weights(0, {}, {})
 
-    first, second = await asyncio.gather(*(base_weights(source, BLOB, fetch) for source in sources))
+    first, second = await asyncio.gather(*(base_weights(source, OWN, fetch) for source in sources))
     assert first is second
     assert fetched == [BLOB.digest]
-    other = replace(BLOB, digest="cd" * 16)
+    other = replace(OWN, digest="cd" * 16)
     assert await base_weights(sources[1], other, fetch) is not first
-    assert await base_weights(sources[0], BLOB, fetch) is first
+    elsewhere = replace(OWN, weights=replace(BLOB, digest="ef" * 32), digest=BLOB.digest)
+    assert await base_weights(sources[0], elsewhere, fetch) is first
     assert fetched == [BLOB.digest, other.digest]
