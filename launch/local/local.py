@@ -275,7 +275,7 @@ async def _watch_host(
     send no status: the server, the one that runs it, and this one."""
     while not stop.is_set():
         monitor.full_disk = await asyncio.to_thread(lack_of_room, run.path)
-        monitor.ended_pids = supervisor.ended_pids
+        monitor.endings = supervisor.endings
         monitor.note_memory("supervisor", peak_rss_bytes())
         for pid in supervisor.pids("bus"):
             try:

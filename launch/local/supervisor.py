@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from bus.errors import ConfigError, LostDataError, SluiceError
 from bus.process.child_process import tied_to_parent
 from bus.process.host_limits import MemoryKills
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, last_words
+from launch.run_view.monitor import PartEnding
 from launch.settings.run_config import SupervisionConfig
 from storage.disk.file_errors import lack_of_room
 from storage.disk.log_files import rotated
@@ -60,6 +61,8 @@ class Part:
     """Monotonic time of each end within the window that was no `TEMPORARY` one."""
     log_start: int = 0
     """Position in its log file where the output of the latest process begins."""
+    ending: PartEnding | None = None
+    """Ending of the latest process of this part that has ended."""
 
     @property
     def running(self) -> asyncio.subprocess.Process | None:
@@ -93,6 +96,7 @@ class Supervisor:
             if status is not None and status >= 0 and status != TEMPORARY:
                 raise self._failure(part, status, "before it was ready")
             if status is not None:
+                self._note_ending(part, "it starts again")
                 await self._restart(part, status)
             await asyncio.sleep(POLL_S)
 
@@ -137,15 +141,16 @@ class Supervisor:
         return [part.running.pid for part in self.parts if part.name == name and part.running is not None]
 
     @property
-    def ended_pids(self) -> frozenset[int]:
-        ended = (part.process for part in self.parts if part.process is not None)
-        return frozenset(process.pid for process in ended if process.returncode == 0)
+    def endings(self) -> dict[str, PartEnding]:
+        """Return how the latest process of each part ended that has ended, by the part's name."""
+        return {part.name: part.ending for part in self.parts if part.ending is not None}
 
     async def _keep_alive(self, part: Part, over: asyncio.Event) -> None:
         while True:
             if part.process is None:
                 raise SluiceError(f"{part.name} was never started")
             status = await part.process.wait()
+            self._note_ending(part, "it starts again")
             if status == 0 and part.ends_run:
                 over.set()
                 return
@@ -164,12 +169,13 @@ class Supervisor:
         if status in FINAL or len(part.failed) > self._policy.restarts:
             times = f"{len(part.failed)} times within {self._policy.window_s:g} s"
             raise self._failure(part, status, times)
-        ended = part.memory_kills.ending(status, part.smaller)
+        ended = part.ending.reason if part.ending is not None else ""
         log.warning("part_restarts", part=part.name, ended=ended, log=str(self._log_file(part)))
         recent = sum(at > since for at in part.started)
         pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
         await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
         await self._spawn(part)
+        self._goes_on(part, "it was started again")
 
     async def _wait_for_room(self, part: Part) -> bool:
         """Return whether the disk was full, once it is not: a part that cannot write would only end again."""
@@ -177,9 +183,24 @@ class Supervisor:
         while lack := lack_of_room(self._logs):
             if not full:
                 log.error("part_waits_for_room", part=part.name, reason=lack)
+                self._goes_on(part, "it starts again once the disk has room")
             full = True
             await asyncio.sleep(ROOM_PERIOD_S)
         return full
+
+    def _note_ending(self, part: Part, becomes: str) -> None:
+        """Note how the latest process of a part ended, in the process's own words where it left some."""
+        if part.process is None or (status := part.process.returncode) is None:
+            return
+        reason = ""
+        if status != 0:
+            own, _ = last_words(self._log_file(part), part.log_start)
+            reason = " ".join(own.split()) or part.memory_kills.ending(status, part.smaller)
+        part.ending = PartEnding(part.process.pid, time.monotonic(), reason, becomes)
+
+    def _goes_on(self, part: Part, becomes: str) -> None:
+        if part.ending is not None:
+            part.ending = replace(part.ending, becomes=becomes)
 
     async def _keep_logs_short(self) -> None:
         while True:
@@ -221,6 +242,7 @@ class Supervisor:
             log.warning("part_killed", part=part.name, waited_s=patience_s)
             _kill(part)
         await ending
+        self._note_ending(part, "the run ends")
 
     def _failure(self, part: Part, status: int, when: str) -> SluiceError:
         """Return why the run cannot go on, in the part's own message to the user or by its last lines."""

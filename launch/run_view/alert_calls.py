@@ -107,6 +107,8 @@ class AlertCalls:
             silent_s = 0.0 if learner is None or monitor.stage == "done" else monitor.silent_s(learner)
             if silent_s > LOST_S and not is_lost:
                 why = f"the learner was heard {silent_s:.0f} s ago for the last time"
+                if learner is not None and (failure := monitor.failure(learner)):
+                    why = f"{why}: {failure}"
                 await self.tell("lost", why, integer(values, "step"))
             is_lost = silent_s > LOST_S
             await set_within(stop, LOOK_S)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import nan
 from typing import Self
@@ -78,6 +78,23 @@ class RunSettings:
         )
 
 
+@dataclass(frozen=True)
+class PartEnding:
+    """How a process of this launch ended."""
+
+    pid: int
+    at_s: float
+    """Time of the end on the monitor's clock."""
+    reason: str = ""
+    """Last words of the process, or the status that it ended with; empty where it ended in order."""
+    becomes: str = "it starts again"
+    """What becomes of the part."""
+
+    @property
+    def text(self) -> str:
+        return f"ended: {self.reason}; {self.becomes}" if self.reason else "ended"
+
+
 @dataclass
 class HeardProcess:
     """Latest status of a process."""
@@ -105,8 +122,8 @@ class RunMonitor:
         """What is wrong with the disk of the run, if it is full."""
         self.newest_step_s: float | None = None
         """Time at which the bus got the figures of a step last, by its clock."""
-        self.ended_pids: frozenset[int] = frozenset()
-        """Process ids of parts of this launch that have ended with status 0."""
+        self.endings: Mapping[str, PartEnding] = {}
+        """How the latest process of each part of this launch ended that has ended, by the part's name."""
         self._clock = clock
         self._started_s = self._answered_s = clock()
         self._is_answered = True
@@ -204,9 +221,35 @@ class RunMonitor:
         allowed_s = max(SILENT_S, SILENT_PERIODS * process.status.next_s)
         return silence if silence > allowed_s else 0.0
 
+    def ending(self, process: HeardProcess) -> PartEnding | None:
+        """Return how a process of this launch ended, of which nothing was heard since; None for others.
+
+        A learner of several ranks is heard by another process id than that of its part. Actors may be those
+        of other hosts, so theirs have to be equal."""
+        role, pid = process.status.role, process.status.pid
+        ending = self._ending_of(role)
+        if ending is None or not (pid == ending.pid or (role != "actor" and process.heard_s <= ending.at_s)):
+            return None
+        return ending
+
     def has_ended(self, process: HeardProcess) -> bool:
         """Return whether a process ended in order: its launch says so, or its run is done."""
-        return process.status.pid in self.ended_pids or (self.stage == "done" and self.silent_s(process) > 0)
+        if (ending := self.ending(process)) is not None:
+            return not ending.reason
+        return self.stage == "done" and self.silent_s(process) > 0
+
+    def failure(self, process: HeardProcess) -> str:
+        """Return in words that a process of this launch did not end in order; empty for any other."""
+        ending = self.ending(process)
+        return "" if ending is None or not ending.reason else ending.text
+
+    def failure_unheard(self, role: str) -> str:
+        """Return the same of the latest process with a role that was never heard."""
+        ending = self._ending_of(role)
+        return "" if ending is None or not ending.reason else ending.text
+
+    def _ending_of(self, role: str) -> PartEnding | None:
+        return self.endings.get("actors" if role == "actor" else role)
 
     def shown(self) -> list[HeardProcess]:
         """Return processes to show: learner, storage, others, then actors except those long gone."""

@@ -262,7 +262,7 @@ def _sources(storage: dict[str, Json]) -> str:
 def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
     """Return the lines of every process, or of as many as fit and how many more there are."""
     shown = monitor.shown()
-    absent = [Text(f"{role:<{NAME}} {_absent(monitor)}", style="yellow") for role in monitor.absent_roles]
+    absent = [Text(f"{role:<{NAME}} {text}", style="yellow") for role, text in _absent(monitor).items()]
     max_lines -= len(absent)
     left = len(shown) - max_lines + 1
     if len(shown) > max_lines:  # of many processes, only as many as fit are put into words
@@ -276,13 +276,13 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
 
 
 def _process(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) -> list[Text]:
-    ended = monitor.has_ended(process)
-    silence = 0.0 if ended else monitor.silent_s(process)
+    ended, failure = monitor.has_ended(process), monitor.failure(process)
+    silence = 0.0 if ended or failure else monitor.silent_s(process)
     style = "red" if silence else "yellow" if process.status.waits else "green"
-    style = "dim" if ended else "red" if _alarm(process) else style
+    style = "dim" if ended else "red" if failure or _alarm(process) else style
     head = f"{_short(process.status.source):<{NAME}} "
     wrapped = textwrap.wrap(
-        _end(monitor, process) if ended else _activity(process, silence),
+        _end(monitor, process) if ended else failure or _activity(process, silence),
         max(20, width - len(head)),
         max_lines=rows,
         placeholder="...",
@@ -342,6 +342,8 @@ def _short(source: str) -> str:
 
 def _doing(monitor: RunMonitor, process: HeardProcess) -> str:
     """Return what a process says that it does, or for how long it has said nothing."""
+    if failure := monitor.failure(process):
+        return failure
     if monitor.has_ended(process):
         return _end(monitor, process)
     silent_s = monitor.silent_s(process)
@@ -361,22 +363,33 @@ def _silent_for(silent_s: float) -> str:
 
 def _end(monitor: RunMonitor, process: HeardProcess) -> str:
     """Return that a process has ended, where this launch saw it; else that it is silent after the run."""
-    if process.status.pid in monitor.ended_pids:
-        return "ended"
+    if (ending := monitor.ending(process)) is not None:
+        return ending.text
     return f"{_silent_for(monitor.silent_s(process))}, the run is done"
 
 
 def _is_said(monitor: RunMonitor, process: HeardProcess) -> bool:
-    """Tell whether a plain line says what a process does: the learner always, storage while it is silent."""
+    """Tell whether a plain line says what a process does: the learner always, others that failed, and storage
+    while it is silent."""
     role = process.status.role
-    return role == "learner" or (role == "storage" and monitor.silent_s(process) > 0)
+    is_silent = role == "storage" and monitor.silent_s(process) > 0
+    return role == "learner" or is_silent or bool(monitor.failure(process))
 
 
-def _absent(monitor: RunMonitor) -> str:
-    """Return what is known of a process that was not heard since this screen began."""
-    if not monitor.history.steps and monitor.elapsed_s < START_S:
-        return ABSENT
-    return f"not heard for {duration(monitor.elapsed_s)}: it is starting, busy, cut off or not there"
+def _absent(monitor: RunMonitor) -> dict[str, str]:
+    """Return what is known of each role of which no process was heard since this screen began."""
+    starts = not monitor.history.steps and monitor.elapsed_s < START_S
+    away = f"not heard for {duration(monitor.elapsed_s)}: it is starting, busy, cut off or not there"
+    unheard = ABSENT if starts else away
+    return {role: monitor.failure_unheard(role) or unheard for role in monitor.absent_roles}
+
+
+def _absent_in_line(monitor: RunMonitor) -> list[str]:
+    """Return the same for a plain line, with all roles of which the same is known in one part."""
+    known: dict[str, list[str]] = {}
+    for role, text in _absent(monitor).items():
+        known.setdefault(text, []).append(role)
+    return [f"{', '.join(roles)}: {text}" for text, roles in known.items()]
 
 
 def status_line(monitor: RunMonitor) -> str:
@@ -388,17 +401,18 @@ def status_line(monitor: RunMonitor) -> str:
     trains_on_rollouts = settings.steps > 0 and monitor.stage in ("rl", "done")
     generated = f"{count(monitor.generated_tokens_per_s)} generated, " if settings.has_rollouts else ""
     trained = count(monitor.trained_tokens_per_s)
-    absent, ends = ", ".join(monitor.absent_roles), ends_text(monitor.recent_ends)
+    ends = ends_text(monitor.recent_ends)
     parts = [
         f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
         *([f"bus: {away}"] if (away := _bus(monitor)) else []),
+        *filter(None, [monitor.full_disk]),
         *([f"reward {fraction(reward)}"] if isfinite(reward) else []),
         *([f"held-out {held_out}"] if latest else []),
         *([f"tokens/s {generated}{trained} trained"] if monitor.stage != "starting" else []),
         *([f"staleness {_staleness(monitor)}", groups] if trains_on_rollouts else []),
         *(f"{p.status.source}: {_doing(monitor, p)}" for p in monitor.shown() if _is_said(monitor, p)),
-        *([f"{absent}: {_absent(monitor)}"] if absent else []),
-        *filter(None, [monitor.full_disk or _held(monitor)]),
+        *_absent_in_line(monitor),
+        *filter(None, ["" if monitor.full_disk else _held(monitor)]),
         *([_actors(monitor)] if settings.has_rollouts and "actor" not in monitor.absent_roles else []),
         *([f"episodes {ends}"] if ends != UNKNOWN else []),
     ]
@@ -414,12 +428,20 @@ class News:
         self._evaluations = dict(monitor.history.evaluations)
         self._sets = {name: dict(of) for name, of in monitor.history.sets.items()}
         self._starts: dict[str, int] = {}
-        self._silent: set[str] = set()
+        self._away: dict[str, str] = {}
+        """Processes that are silent, with an empty text, or that failed, with the words for that."""
+        self._full_disk = ""
         self._alarms: set[str] = set()
 
     def take(self) -> list[str]:
         """Return a line for each change since the last call."""
-        return [*self._stage_changes(), *self._evaluation_changes(), *self._process_changes()]
+        changes = self._disk_changes, self._stage_changes, self._evaluation_changes, self._process_changes
+        return [line for each in changes for line in each()]
+
+    def _disk_changes(self) -> Iterator[str]:
+        before, self._full_disk = self._full_disk, self._monitor.full_disk
+        if bool(before) is not bool(self._full_disk):
+            yield self._full_disk or "the disk of the run has room again"
 
     def _stage_changes(self) -> Iterator[str]:
         before, self._stage = self._stage, self._monitor.stage
@@ -441,21 +463,25 @@ class News:
         processes = self._monitor.processes
         for source in self._starts.keys() - processes.keys():  # an actor that is forgotten
             del self._starts[source]
-        self._silent &= processes.keys()
+        for source in self._away.keys() - processes.keys():
+            del self._away[source]
         for source, process in processes.items():
             known, self._starts[source] = self._starts.get(source, 0), process.starts
             if process.starts > known:
                 yield f"{source}: {'started again' if known else 'started'}, pid {process.status.pid}"
-            silent = self._monitor.silent_s(process) > 0
-            if silent and source not in self._silent:
-                self._silent.add(source)
-                yield f"{source}: {_doing(self._monitor, process)}"
-            elif not silent and source in self._silent:
-                self._silent.remove(source)
-                yield f"{source}: speaks again"
+            yield from self._absence_changes(source, process)
             if (alarm := _alarm(process)) and source not in self._alarms:
                 self._alarms.add(source)
                 yield f"{source}: ALARM: {alarm}"
             elif not alarm and source in self._alarms:
                 self._alarms.remove(source)
                 yield f"{source}: the alarm is over"
+
+    def _absence_changes(self, source: str, process: HeardProcess) -> Iterator[str]:
+        before, failure = self._away.get(source), self._monitor.failure(process)
+        if not failure and not self._monitor.silent_s(process):
+            if self._away.pop(source, None) is not None:
+                yield f"{source}: speaks again"
+        elif before is None or (failure and failure != before):
+            self._away[source] = failure
+            yield f"{source}: {_doing(self._monitor, process)}"

@@ -78,20 +78,46 @@ async def test_a_part_that_was_killed_is_started_again(supervisor: Supervisor):
 async def test_a_part_that_ended_on_a_full_disk_waits_for_room_and_that_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    looks = iter(["the disk is full", "the disk is full", ""])
-    monkeypatch.setattr(supervising, "lack_of_room", lambda logs: next(looks))
+    looks, said = iter(["the disk is full", "the disk is full", ""]), []
+
+    def lack_of_room(_: Path) -> str:
+        said.append(supervisor.endings["writes"].text)
+        return next(looks)
+
+    monkeypatch.setattr(supervising, "lack_of_room", lack_of_room)
     monkeypatch.setattr(supervising, "ROOM_PERIOD_S", 0.01)
     supervisor = Supervisor(tmp_path, policy=IMPATIENT.model_copy(update={"restarts": 0}))
     once = f"""
         import pathlib, sys
         full = pathlib.Path("{tmp_path}/full")
-        sys.exit(0) if full.exists() else (full.touch(), sys.exit(1))
+        if not full.exists():
+            full.touch()
+            sys.exit("launch: cannot write a checkpoint:\\n        it has no room")
         """
     await supervisor.start(part("writes", once, ends_run=True))
     async with asyncio.timeout(WAIT_S):
         await supervisor.watch(asyncio.Event())
     assert supervisor.restarts == 1
     assert next(looks, "none left") == "none left"
+    why = "ended: cannot write a checkpoint: it has no room; it starts again"
+    assert said == [why, f"{why} once the disk has room", f"{why} once the disk has room"]
+    assert supervisor.endings["writes"].text == "ended"
+
+
+async def test_screens_are_told_how_a_part_ended_until_its_successor_is_heard(supervisor: Supervisor):
+    await supervisor.start(part("serving", SERVE))
+    stop = asyncio.Event()
+    watching = asyncio.create_task(supervisor.watch(stop))
+    [first] = supervisor.pids("serving")
+    assert supervisor.endings == {}
+
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: supervisor.restarts == 1)
+
+    ending = supervisor.endings["serving"]
+    assert (ending.pid, ending.text) == (first, "ended: signal SIGKILL; it was started again")
+    stop.set()
+    await watching
 
 
 @pytest.mark.parametrize("failed", [0, 1])
@@ -106,9 +132,11 @@ async def test_a_part_that_may_end_does_not_end_the_run_and_is_started_again_if_
     await supervisor.start(part("serving", SERVE))
     stop = asyncio.Event()
     watching = asyncio.create_task(supervisor.watch(stop))
-    await until(lambda: len(supervisor.parts[0].started) == 2 and supervisor.ended_pids)
+    await until(
+        lambda: len(supervisor.parts[0].started) == 2 and supervisor.endings["ending"].text == "ended"
+    )
 
-    assert supervisor.ended_pids.isdisjoint(supervisor.pids("serving"))
+    assert supervisor.endings.keys() == {"ending"}
     assert not watching.done()
     stop.set()
     await watching

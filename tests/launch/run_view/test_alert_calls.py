@@ -19,7 +19,7 @@ from launch.process.run_ending import noted_ending
 from launch.process.runtime import SUPERVISOR
 from launch.run_view import alert_calls
 from launch.run_view.alert_calls import AlertCalls
-from launch.run_view.monitor import RunMonitor
+from launch.run_view.monitor import PartEnding, RunMonitor
 from launch.settings.run_config import RunConfig, validate
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
@@ -107,6 +107,19 @@ async def test_each_alarm_is_told_when_it_begins_and_a_silent_learner_once(tmp_p
         ("alarm", "engine and learner differ", 20),
         ("lost", "the learner was heard 121 s ago for the last time", 20),
     ]
+
+
+async def test_a_lost_learner_is_told_with_what_it_ended_by(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(alert_calls, "LOOK_S", 0.01)
+    file, clock = tmp_path / "told", Clock()
+    monitor = RunMonitor(FACTS, clock=clock)
+    async with watching(monitor, file):
+        monitor.on_status(learner(step=20))
+        monitor.endings = {"learner": PartEnding(7, clock.now_s, "the disk is full")}
+        clock.now_s += 121
+        await until(lambda: bool(told(file)))
+    heard = "the learner was heard 121 s ago for the last time"
+    assert told(file)[0]["reason"] == f"{heard}: ended: the disk is full; it starts again"
 
 
 async def test_an_alarm_that_still_holds_after_a_restart_is_not_told_again(tmp_path: Path, monkeypatch):

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from launch.dashboard.flow import flow
-from launch.run_view.monitor import HeardProcess, RunMonitor
+from launch.run_view.monitor import HeardProcess, PartEnding, RunMonitor
 from launch.run_view.run_status import RunState
 from launch.run_view.units import count, duration, fraction, size
 from launch.screens import terminal_view as view
@@ -220,8 +220,59 @@ def test_a_stopped_process_has_ended_and_is_not_silent():
     monitor.on_status(learner(doing="finishing a checkpoint", pid=7))
     clock.now_s += 10
     assert "learner            SILENT for 10.0 s, was: finishing a checkpoint" in shown(monitor)
-    monitor.ended_pids = frozenset({7})
+    monitor.endings = {"learner": PartEnding(7, clock.now_s)}
     assert "learner            ended" in shown(monitor)
+
+
+def test_a_part_that_failed_is_told_at_once_with_what_it_said_and_is_not_silent():
+    monitor, clock = make_monitor()
+    news = News(monitor)
+    news.take()
+    why = "cannot write checkpoint step_7: the disk is full"
+    full = "the disk of runs/demo is full: free some"
+    clock.now_s += 1
+    monitor.full_disk = full
+    # the status of another process id: a rank's, whose launcher is the part
+    monitor.endings = {"learner": PartEnding(7, clock.now_s, why, "it starts again once the disk has room")}
+    clock.now_s += 1
+    words = f"ended: {why}; it starts again once the disk has room"
+    assert news.take() == [full, f"learner: {words}"]
+    line = status_line(monitor)
+    assert line.index(f"| {full} |") < line.index(f"| learner: {words} |")
+    clock.now_s += 100
+    assert news.take() == [
+        "storage: silent for 1 min 42 s, was: all that the bound allows is rolling out"
+    ] + [f"actor-host-100{n}: silent for 1 min 42 s, was: generating" for n in range(2)]
+    assert f"learner            {words}"[:80] in "\n".join(shown(monitor, 200))
+    assert "learner: silent" not in status_line(monitor)
+
+    monitor.full_disk = ""
+    monitor.endings = {"learner": replace(monitor.endings["learner"], becomes="it was started again")}
+    assert f"learner: ended: {why}; it was started again" in status_line(monitor)
+    assert news.take() == [
+        "the disk of the run has room again",
+        f"learner: ended: {why}; it was started again",
+    ]
+    monitor.on_status(learner(doing="waiting for the batch", pid=8))
+    assert "ended" not in status_line(monitor)
+    assert news.take() == ["learner: started again, pid 8", "learner: speaks again"]
+
+
+def test_a_part_that_failed_before_it_was_heard_loads_no_libraries():
+    monitor = RunMonitor(FACTS, clock=Clock())
+    monitor.endings = {"actors": PartEnding(7, 0.0, "signal SIGKILL")}
+    unheard = "learner, storage: no report yet: loading libraries takes several seconds"
+    assert f"| {unheard} | actor: ended: signal SIGKILL; it starts again" in status_line(monitor)
+    assert shown(monitor)[-1] == "actor              ended: signal SIGKILL; it starts again"
+
+
+def test_actors_of_other_hosts_have_not_ended_with_those_of_this_launch():
+    monitor, clock = make_monitor(actors=2)
+    own = monitor.processes["actor-host-1000"].status.pid
+    clock.now_s += 1
+    monitor.endings = {"actors": PartEnding(own, clock.now_s, "status 1")}
+    failed = [source for source, process in monitor.processes.items() if monitor.failure(process)]
+    assert failed == ["actor-host-1000"]
 
 
 @pytest.mark.parametrize("actors", [0, 1, 5, 9, 10, 11, 200])
