@@ -209,8 +209,7 @@ class _Chunk:
     def find(self, pieces: Pieces, bounds: Sequence[int], into: Sequence[list[_Changes]]) -> None:
         """Find what changed since the call before, for each rank that has some of it."""
         rows = [
-            pieces[number].rows[place].to(device(), pieces[number].dtype).to(self._dtype).reshape(-1)
-            for number, place in self._parts
+            _published(pieces[number], place).to(self._dtype).reshape(-1) for number, place in self._parts
         ]
         new = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(self._kept.dtype)
         found = _differing(new, self._kept)
@@ -228,6 +227,11 @@ class _Chunk:
             first, end = spans[holder]
             theirs = (places >= first) & (places < end)
             into[holder].append(_Changes(places[theirs], words[theirs]))
+
+
+def _published(piece: ExportedPiece, place: slice) -> Tensor:
+    rows = piece.rows[place] if piece.made is None else piece.made(place)
+    return rows.to(device(), piece.dtype)
 
 
 def _differing(new: Tensor, old: Tensor) -> Tensor:

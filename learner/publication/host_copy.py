@@ -5,7 +5,6 @@ has all."""
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -86,9 +85,6 @@ class HostCopy:
         self.tensors = len(weights.shapes)
         if weights.pieces is not None:
             return self._take_divided(weights, began)
-        if dist.get_rank() > 0:
-            deque(weights.rest(), maxlen=0)  # to rank 0
-            return Copied(dict)
         buffers = self._sets[self._turn]
         if buffers is None or buffers.shapes != weights.shapes:
             buffers = self._sets[self._turn] = _Buffers(weights.shapes, self._dtype, weights.exact)

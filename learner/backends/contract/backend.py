@@ -91,6 +91,9 @@ class ExportedPiece:
     """int64 [rows], the place in that tensor of each row's first element."""
     step: int = 1
     """Distance there of the elements of a row from one another."""
+    made: Callable[[slice], Tensor] | None = None
+    """Makes what is published of some of the rows, such as what they and adapters make together; None where
+    these are the rows themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,7 @@ class Exported:
     here: Mapping[str, Tensor]
     """Views of those that this rank has complete, their elements in order."""
     rest: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Gathers the others from all ranks, one after another, each good until the next; yields nothing on ranks
-    other than the first."""
+    """Yields the others, one after another, each good until the next, where one rank has the model alone."""
     exact: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Weights that are computed with in a dtype of their own, in which they are published."""
     unchanging: Callable[[], Iterator[tuple[str, Tensor]]] = NO_TENSORS
@@ -111,8 +113,8 @@ class Exported:
     another; an equal function reads equal ones."""
     pieces: Sequence[ExportedPiece] | None = None
     """This rank's part of the weights, where the ranks share them: together they have each element at least
-    once, and each time the same rows in the same order. `here` and `rest` have nothing then. None where
-    rank 0 has or gathers all."""
+    once, and each time the same rows in the same order. `here` and `rest` have nothing then. None where one
+    rank has the model alone."""
 
 
 @dataclass(frozen=True, slots=True)

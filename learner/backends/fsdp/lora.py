@@ -12,12 +12,14 @@ from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.backends.contract.backend import NO_TENSORS, Exported, ExportedPiece, TrainedAdapters
+from learner.backends.contract.merged_pieces import merged_pieces
 from learner.backends.fsdp.expert_adapters import ExpertStack, adapt_experts, expert_stacks, pairs_name
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import first_row, local, whole
 from learner.backends.shared.lora import (
     CHANGE,
     FrozenBase,
+    PartOfPair,
     excess,
     first_a,
     merged_stream,
@@ -220,6 +222,33 @@ class ModelAdapters:
         """Yield on rank 0 what weights and their adapters make together, which compute in `dtype`. Every rank
         exhausts this."""
         return merged_stream(weights, self._streamed(dtype), self._layers, self.config.scale)
+
+    def merged_pieces(self, pieces: Sequence[ExportedPiece], dtype: torch.dtype) -> list[ExportedPiece]:
+        """Return this rank's rows of the weights, of which what they and adapters make together is published.
+        Every rank calls this: each is given A of all layers, but for experts."""
+        pairs = {name: pair for adapter in self._adapters for name, pair in self._parts(adapter, dtype)}
+        return merged_pieces(pieces, pairs, self.config.scale)
+
+    def _parts(self, adapter: LayerAdapter, dtype: torch.dtype) -> Iterator[tuple[str, PartOfPair]]:
+        """Yield what this rank needs for its rows of a weight, by the names of files."""
+        layers, b, first = adapter.of.layers, local(adapter.b).to(dtype), first_row(adapter.b)
+        (outputs, _), inputs = adapter.b.shape[-2:], adapter.a.shape[-1]
+        if adapter.of.of_experts:
+            of_experts = zip(local(adapter.a).to(dtype), b, strict=True)
+            for layer, (a_of_expert, b_of_expert) in zip(layers[first:], of_experts, strict=False):
+                yield (
+                    layer + WEIGHT,
+                    PartOfPair(a=a_of_expert, b=b_of_expert, first=0, outputs=outputs, inputs=inputs),
+                )
+            return
+        lengths, a = None, whole(adapter.a, dtype)
+        if adapter.change is not None:
+            rows = torch.arange(first, first + len(b))
+            lengths = self.base.magnitude(adapter.of.weight, local(adapter.change).to(dtype), rows)
+        yield (
+            adapter.of.weight,
+            PartOfPair(a=a, b=b, first=first, outputs=outputs, inputs=inputs, lengths=lengths),
+        )
 
     def exported(self, dtype: torch.dtype) -> Exported:
         """Return the adapters, to publish them alone, as the `dtype` in which they are computed with; the

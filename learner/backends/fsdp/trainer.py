@@ -292,15 +292,17 @@ class FsdpTrainer:
         adapters = self._adapters
         if adapters is not None and adapters.config.publish == "adapter":
             return adapters.exported(self.dtype)
-        if dist.get_world_size() > 1 and adapters is None:
+        if dist.get_world_size() > 1:
             addresses = [local(tensor).data_ptr() for tensor in self._tensors.values()]
             if self._pieces is None or self._pieces[0] != addresses:
                 found = list(exported_pieces(self._tensors, self._names, self.dtype))
                 self._pieces = addresses, found
             pieces = self._pieces[1]
+            if adapters is not None:
+                pieces = adapters.merged_pieces(pieces, self.dtype)
             return Exported(self._names.files, {}, NO_TENSORS, self._float32_buffers, pieces=pieces)
         here: dict[str, Tensor] = {}
-        if dist.get_world_size() == 1 and self.dtype == torch.float32:
+        if self.dtype == torch.float32:
             adapted = set[str]() if adapters is None else adapters.weights
             unmerged = {name: each for name, each in self._tensors.items() if name not in adapted}
             here = whole_here(unmerged, self._names)

@@ -247,7 +247,10 @@ class Trainer:
             return self._export.views()
         if self.lora.config.publish == "adapter":
             return self.lora.exported(self.dtype)
-        return replace(self._export.views(), here={}, rest=self._merged, pieces=None)
+        views = self._export.views()
+        if views.pieces is None:
+            return replace(views, here={}, rest=self._merged)
+        return replace(views, pieces=self.lora.merged_pieces(views.pieces))
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         assert self.lora is not None  # adapters are merged into what is published

@@ -2,6 +2,7 @@
 it begins with, and the weights that it makes."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ CHANGE = "lora_magnitude_change"
 """Ends the name of the parameter by which the lengths of a weight's rows change."""
 SMALLEST_NORM = 1e-30
 """Rows of zeros stay zeros."""
+LEAST_ROWS = 16
+"""Libraries add up the products of fewer rows in another order, which rounds differently."""
 SEEDS = (1 << 63) - 1
 """Bits that the seed of a generator may have."""
 
@@ -84,8 +87,48 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor
     Actors compute the same (actors/weights/received.py)."""
     whole = weight.float() + scale * (b.float() @ a.float())
     if magnitude is not None:
-        whole = whole * (magnitude / row_norms(whole).clamp(min=SMALLEST_NORM))[:, None]
+        whole = _with_lengths(whole, magnitude, row_norms(whole))
     return whole.to(weight.dtype)
+
+
+def _with_lengths(rows: Tensor, lengths: Tensor, norms: Tensor) -> Tensor:
+    return rows * (lengths / norms.clamp(min=SMALLEST_NORM))[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartOfPair:
+    """What one rank has of a weight's adapter, which is enough for the part of the weight that it has."""
+
+    a: Tensor
+    """[rank, columns of the weight on this rank]."""
+    b: Tensor
+    """[rows, rank]: rows from `first` on, of so many `outputs`."""
+    first: int
+    outputs: int
+    inputs: int
+    """Columns of the whole weight."""
+    lengths: Tensor | None = None
+    """Lengths of the same rows, float32; None where they are not trained."""
+    norms: Tensor | None = None
+    """Lengths that the same rows of W + scale * B A have, float32, where ranks share their columns."""
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, starts: Tensor, scale: float) -> Tensor:
+        """Return what `merged` makes of rows of the weight, which begin there in it: to the bit, too.
+
+        Args:
+            weight: [n, columns], of any rows on this rank.
+            starts: int64 [n].
+            scale: factor of B A."""
+        rows = (starts // self.inputs - self.first).to(weight.device)
+        b = self.b[rows].float()
+        lacking = min(LEAST_ROWS, self.outputs) - len(b)
+        product = (F.pad(b, (0, 0, 0, max(0, lacking))) @ self.a.float())[: len(b)]
+        whole = weight.float() + scale * product
+        if self.lengths is not None:
+            norms = row_norms(whole) if self.norms is None else self.norms[rows]
+            whole = _with_lengths(whole, self.lengths[rows], norms)
+        return whole.to(weight.dtype)
 
 
 def merged_stream(

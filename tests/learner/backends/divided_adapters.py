@@ -48,13 +48,21 @@ def trained(backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED
     """Return losses and norms of three steps, the adapters, the weights that they make, and log-probs."""
     trainer = trainer_of(backend, lora, parallel, **model)
     steps = [step(trainer, number) for number in range(3)]
-    exported = trainer.exported()
-    published = arrays(exported.here.items()) | arrays(exported.rest()) | put_together(exported)
-    adapters, weights = arrays(trainer.adapters.streamed()), arrays(trainer.export().items())
-    wanted = adapters if lora.publish == "adapter" else weights
-    assert published.keys() == wanted.keys()
-    assert all((published[name] == each).all() for name, each in wanted.items())
+    weights = arrays(trainer.export().items())  # waits for parameters that are still being gathered
+    adapters = arrays(trainer.adapters.streamed())
+    for publish, wanted in {"adapter": adapters, "merged": weights}.items():
+        published = published_as(publish, trainer)
+        assert published.keys() == wanted.keys()
+        assert all((published[name] == each).all() for name, each in wanted.items())
     return steps, adapters, weights
+
+
+def published_as(publish: str, trainer) -> dict[str, np.ndarray]:
+    """Return on the first rank what is published, adapters alone or with the weights."""
+    adapters = trainer._adapters if isinstance(trainer, FsdpTrainer) else trainer.lora
+    adapters.config = adapters.config.model_copy(update={"publish": publish})
+    exported = trainer.exported()
+    return arrays(exported.here.items()) | arrays(exported.rest()) | put_together(exported)
 
 
 def put_together(exported: Exported) -> dict[str, np.ndarray]:
@@ -69,6 +77,9 @@ def put_together(exported: Exported) -> dict[str, np.ndarray]:
 
 def pieces_of(piece: ExportedPiece) -> tuple[object, ...]:
     rows, numbers, starts = (each.cpu().numpy() for each in (piece.rows, piece.tensors, piece.starts))
+    if piece.made is not None:  # some rows at a time, in the end as many as are left
+        some = (slice(first, first + 5) for first in range(0, len(rows), 5))
+        rows = torch.cat([piece.made(place) for place in some]).cpu().numpy()
     return rows.copy(), tuple(piece.names), numbers, starts, piece.step
 
 

@@ -16,6 +16,7 @@ from bus.errors import StorageError
 from bus.server.nats_server import NatsServer
 from learner.backends.factory import build_backend
 from learner.config.learner import LearnerConfig
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
@@ -51,7 +52,10 @@ CASES = {
     "fp8": (2, "megatron", {"pipeline": 2}, {"family": "qwen3"}, {"quantisation": "fp8_block"}),
     "mixture": (4, "fsdp", {}, {"family": "qwen3_moe"}, {"quantisation": "fp8_tensor"}),
     "stacks": (4, "megatron", {"expert": 2, "pipeline": 2}, {"family": "gpt_oss"}, SLOWLY),
+    "fsdp merged": (2, "fsdp", {}, {"family": "qwen3_moe"}, {}),
+    "megatron merged": (2, "megatron", {"tensor": 2}, {"family": "qwen3"}, SLOWLY),
 }
+MERGED = LoraConfig(rank=2, publish="merged", weight_decomposed=True)
 
 
 IN_SMALL_CHUNKS = ("megatron", "mixture")
@@ -120,7 +124,7 @@ async def _publish(url: str, directory: Path, name: str) -> tuple[list[int], int
     divide_world(parallel)
     backend = build_backend(
         ModelConfig(dtype="bfloat16"), model.config, hf_state(model), OptimizerConfig(lr=3e-6), parallel,
-        backend=backend_name,
+        backend=backend_name, lora=MERGED if "merged" in name else NO_LORA,
     )  # fmt: skip
     settings = MiniRun(None, directory, None, directory / "none").settings()
     learner = LearnerConfig(backend=backend_name, publication=PublicationConfig(threads=1, **publication))

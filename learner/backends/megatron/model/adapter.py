@@ -6,7 +6,7 @@ Face layer in them has A and B of its own, so that the adapters are those of Hug
 ranks than there are key-value heads share a layer, a rank has rows of several of these layers, and none of
 some: then every rank has all of each B, and computes with the rows of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from learner.backends.megatron.core.megatron_core import (
     make_sharded_tensors_for_checkpoint,
     tensor_parallel,
 )
-from learner.backends.shared.lora import CHANGE, excess, squared_norms
+from learner.backends.shared.lora import CHANGE, PartOfPair, excess, row_norms, squared_norms
 from learner.distributed.process_group import device
 
 COLUMN, ROW, WHOLE = 0, 1, None
@@ -203,6 +203,30 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         weights = self._weights(weight)
         return {name: pair(weights[name]) for name, pair in self.named_children()}
 
+    @torch.no_grad()
+    def part(self, name: str, weight: Tensor, lengths: Callable[[Tensor, Tensor], Tensor]) -> PartOfPair:
+        """Return what this rank needs for its part of the weight of a Hugging Face layer, by its last name.
+        All ranks that share the layer call this.
+
+        Args:
+            name: of the Hugging Face layer.
+            weight: the layer's.
+            lengths: makes lengths of rows of their change and their numbers."""
+        pair, cut, ranks = self.get_submodule(name), self._layer.cut, self._group.size()
+        assert isinstance(pair, LowRankPair)
+        a, b, change = pair.lora_A.detach(), pair.lora_B.detach(), pair.lora_magnitude_change
+        divided = cut == COLUMN and self._layer.shared is None
+        first, found, norms = self._group.rank() * len(b) if divided else 0, None, None
+        if change is not None:
+            found = lengths(change.detach(), torch.arange(first, first + len(b)))
+        if change is not None and cut == ROW and ranks > 1:
+            whole, whole_a = (_all_columns(each, self._group) for each in (weight, a))
+            norms = row_norms(whole.float() + self.scale * (b.float() @ whole_a.float()))
+        return PartOfPair(
+            a=a, b=b, first=first, outputs=len(b) * (ranks if divided else 1),
+            inputs=a.shape[1] * (ranks if cut == ROW else 1), lengths=found, norms=norms,
+        )  # fmt: skip
+
     @property
     def outputs(self) -> Mapping[str, int]:
         """Return how many outputs each Hugging Face layer has here, in their order in an expert's layer."""
@@ -266,6 +290,13 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
             tp_group=self._group, dp_cp_group=(metadata or {})["dp_cp_group"],
         )  # fmt: skip
         return sharded
+
+
+def _all_columns(part: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Return a matrix whose columns the ranks of a group share. Each of them calls this."""
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, part.detach().contiguous(), group=group)
+    return torch.cat(parts, dim=1)
 
 
 def side_by_side(matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.contract.backend import NO_TENSORS, Exported, ExportedPiece, TrainedAdapters
+from learner.backends.contract.merged_pieces import merged_pieces
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.model.adapter import (
@@ -38,7 +39,7 @@ from learner.backends.megatron.weights.rank_weights import (
 )
 from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.weights.torch_dist import MegatronWeights
-from learner.backends.shared.lora import CHANGE, FrozenBase, first_a, merged_stream, targeted
+from learner.backends.shared.lora import CHANGE, FrozenBase, PartOfPair, first_a, merged_stream, targeted
 from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State
@@ -215,6 +216,23 @@ class ChunkAdapters:
             else:
                 rows = self.base.magnitude(weight, piece.rows[:, 0], piece.starts)
                 yield replace(piece, rows=rows[:, None], dtype=torch.float32)
+
+    def merged_pieces(self, pieces: Sequence[ExportedPiece]) -> list[ExportedPiece]:
+        """Return this rank's rows of the weights, of which what they and adapters make together is published.
+        Every rank calls this."""
+        return merged_pieces(pieces, dict(self._parts()), self.config.scale)
+
+    def _parts(self) -> Iterator[tuple[str, PartOfPair]]:
+        """Yield what this rank needs for its part of each adapted weight, by the names of files."""
+        for chunk in self._chunks:
+            for name, weight in chunk.named_parameters():
+                rule = self._adapted.get(global_name(chunk, name))
+                for module in _modules(rule) if rule else ():
+                    if module in self._targets:
+                        adapter = chunk.get_submodule(name.removesuffix(WEIGHT) + ADAPTER)
+                        assert isinstance(adapter, Adapter)
+                        lengths = partial(self.base.magnitude, module + WEIGHT)
+                        yield module + WEIGHT, adapter.part(_last(module), weight, lengths)
 
     def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield on rank 0 what weights and their adapters make together. Every rank exhausts this."""

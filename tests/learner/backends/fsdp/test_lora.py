@@ -18,7 +18,7 @@ from learner.config.loss import SFTLoss
 from learner.data.packing import pack
 from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
-from tests.learner.backends.divided_adapters import arrays, put_together
+from tests.learner.backends.divided_adapters import arrays, published_as
 from tests.learner.backends.fsdp.adapter_steps import (
     LENGTHS,
     OPTIMIZER,
@@ -207,9 +207,11 @@ def steps_of_ranks(
 ) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
     trainer = adapted_trainer(lora)
     steps = [step(trainer, number) for number in range(3)]
-    exported = trainer.exported()
-    published = arrays(exported.here.items()) | arrays(exported.rest()) | put_together(exported)
-    return steps, published, arrays(trainer.export().items())
+    weights = arrays(trainer.export().items())
+    merged = published_as("merged", trainer)
+    assert merged.keys() == weights.keys()
+    assert all((merged[name] == weight).all() for name, weight in weights.items())
+    return steps, published_as("adapter", trainer), weights
 
 
 @pytest.mark.first(1, others=pytest.mark.slow)
