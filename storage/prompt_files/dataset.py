@@ -3,10 +3,11 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
-from bus.codec import MAX_ITEMS, Json, encode
-from bus.errors import ConfigError
+from bus.codec import MAX_ITEMS, Json, decode, encode
+from bus.errors import ConfigError, SchemaError
 from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.images.encoded import ImageError, ImageFiles, embedded, named_files
@@ -91,6 +92,7 @@ def prompt_content(
         empty = not content
         for position, message in enumerate(content):
             _check_message(f"{row.where}: message {position} of {key!r}", message)
+        content = [_said(message, has_all_fields=row.has_all_fields) for message in content]
     else:
         raise ConfigError(f"{row.where}: {key!r} is {kind_of(content)}: make it {_MESSAGES}")
     if empty:
@@ -119,6 +121,14 @@ def _check_message(where: str, message: Json) -> None:
         raise ConfigError(f"{where}: its content is {kind_of(message['content'])}: make it a text")
 
 
+def _said(message: Json, *, has_all_fields: bool) -> Json:
+    """Return a message without the fields that are null, which templates take for a field that is there. In
+    an object of a file whose rows have all fields, no null says anything."""
+    assert isinstance(message, dict), "it was checked"
+    given = {key: value for key, value in message.items() if value is not None or key == "content"}
+    return {key: _without_nulls(value) for key, value in given.items()} if has_all_fields else given
+
+
 def _prompt(row: Row, keys: PromptKeys, images: set[Path], fetch: Callable[[Path], None]) -> Prompt:
     prompt = Prompt(
         content=prompt_content(row, keys.prompt, images, fetch),
@@ -134,8 +144,8 @@ def _prompt(row: Row, keys: PromptKeys, images: set[Path], fetch: Callable[[Path
                 "objects (bytes as a base64 text, a time as an ISO text), or leave it out"
             )
     try:
-        encode(prompt)
-    except (TypeError, ValueError, OverflowError) as error:
+        decode(encode(prompt), Prompt)  # whoever gets a lease that he refuses asks for it again and again
+    except (SchemaError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{row.where}: cannot be sent ({error}): use texts, booleans, 64-bit numbers, lists, objects"
         ) from error
@@ -162,6 +172,11 @@ def _label(row: Row, keys: PromptKeys) -> str | None:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{row.where}: {keys.label!r} is {kind_of(value)}: make it a text or a number")
+    if not isfinite(value):
+        raise ConfigError(
+            f"{row.where}: {keys.label!r} is the number {value}, as pandas writes one that is missing: give "
+            "a text or a finite number, or null"
+        )
     return str(value)
 
 

@@ -81,6 +81,8 @@ class Row:
     values: dict[str, Json]
     directory: Path = Path()
     """The directory of the file, to which paths in the row are relative."""
+    has_all_fields: bool = False
+    """Whether objects have the fields of all rows, null where a row had none, as in Parquet and Arrow."""
 
     def required(self, key: str) -> Json:
         """Return the value of `key`; raises `ConfigError` naming the keys there are."""
@@ -121,7 +123,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     for where, content in _sliced(read, wanted):
         empty = False
         values = _json_values(where, content) if isinstance(content, bytes) else content
-        yield Row(where, values, directory)
+        yield Row(where, values, directory, has_all_fields=bool(shards) and isinstance(content, dict))
     if empty:
         what = "holds no rows" if wanted == slice(None) else f"has no rows in the slice of {path.name}"
         raise ConfigError(f"{file}: {what}: give a file or slice with at least one")

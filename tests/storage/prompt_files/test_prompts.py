@@ -84,6 +84,33 @@ def test_other_keys_serve_and_must_be_there_once_named(tmp_path):
     assert load_prompts(Path(f"{path}@[:1]"), keys) == [Prompt(content="a", label="b")]
 
 
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
+def test_a_label_that_pandas_left_out_is_refused(tmp_path):
+    path = parquet(tmp_path, {"prompt": "a", "label": 72.0}, {"prompt": "b", "label": float("nan")})
+    with pytest.raises(ConfigError, match=r"row 2: 'label' is the number nan"):
+        load_prompts(path, KEYS)
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_fields_that_only_other_messages_have_are_none_of_a_message(tmp_path, write):
+    """Templates such as that of Llama 3.1 ask whether a message has `tool_calls`, which null is to them."""
+    calls = [
+        {"id": str(n), "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for n, arguments in enumerate([{"city": "x"}, {"day": {"of": "y"}}, {"city": None}])
+    ]
+    asked = {"role": "user", "content": "hi", "name": None, "tool_calls": None}
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    [prompt] = load_prompts(write(tmp_path, {"prompt": [asked, called]}), KEYS)
+    is_exact = write is jsonl  # here a null is there because somebody wrote it
+    written = [{"city": "x"}, {"day": {"of": "y"}}, {"city": None} if is_exact else {}]
+    assert prompt.content[0] == {"role": "user", "content": "hi"}
+    assert prompt.content[1]["content"] is None
+    assert [call["function"]["arguments"] for call in prompt.content[1]["tool_calls"]] == written
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -104,6 +131,9 @@ def test_other_keys_serve_and_must_be_there_once_named(tmp_path):
         ({"prompt": "a", "metadata": "x"}, "'metadata' is a text: make it an object"),
         ({"prompt": "a", "metadata": {"n": 2**70}}, "cannot be sent"),
         ({"prompt": "\ud800"}, "cannot be sent"),
+        ({"prompt": "a", "metadata": {"n": nested(70)}}, "metadata: nested more than 64 deep"),
+        ({"prompt": "a", "label": float("nan")}, "'label' is the number nan, as pandas writes"),
+        ({"prompt": "a", "label": float("inf")}, "'label' is the number inf"),
     ],
 )
 def test_a_bad_row_is_reported_with_its_line_and_a_remedy(tmp_path, row, message):
