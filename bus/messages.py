@@ -188,6 +188,8 @@ class KeptVersion(Message, tag="kept_version"):
 
     policy_version: int
     snapshot: BlobRef
+    rest: tuple[BlobRef, ...] = ()
+    """Snapshots of the same version with the weights that other ranks have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@ def manifest_at(manifest: PolicyManifest, policy_version: int) -> PolicyManifest
     for kept in manifest.kept:
         if kept.policy_version == policy_version:
             return replace(
-                manifest, policy_version=policy_version, snapshot=kept.snapshot, snapshot_rest=(),
+                manifest, policy_version=policy_version, snapshot=kept.snapshot, snapshot_rest=kept.rest,
                 snapshot_version=None, deltas=(), probe=None,
             )  # fmt: skip
     before = [delta for delta in manifest.deltas if delta.policy_version <= policy_version]

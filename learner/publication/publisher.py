@@ -5,7 +5,7 @@ import asyncio
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from bus.streams.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
 from learner.publication.announcement import AdapterBase, Announcement, blobs_of
-from learner.publication.kept_versions import KeptVersions
+from learner.publication.kept_versions import KeptVersions, file_content, put_kept
 from learner.publication.rank_tensors import OtherRanks
 from learner.publication.snapshot_writer import SnapshotWriter
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
@@ -58,6 +58,8 @@ POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
 LOOK_S = 1.0
 """Seconds between two looks whether the latest version is still announced."""
+SNAPSHOT, KEPT = "snapshot", "kept"
+"""Kinds of what is written beside deltas: versions for late joiners, and those that are to stay."""
 NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
@@ -333,29 +335,29 @@ class WeightPublisher:
             return
         weights = self._announced_weights()
         version, others = weights.policy_version, self._others
+        tokens = self._incarnation, version, SNAPSHOT
 
         async def write(content: Content) -> bool:
             mine, rest, announces = set[BlobRef](), tuple[BlobRef, ...](), True
             try:
-                mine.add(await self._store.put(content, self._incarnation, version, "snapshot"))
-                rest = await others.written() if others else ()
+                mine.add(await self._store.put(content, *tokens))
+                rest = await others.written(SNAPSHOT) if others else ()
             except BusError as error:  # deltas lead on from the one before; a later version has the next
                 log.warning("snapshot_not_published", policy_version=version, reason=str(error))
                 announces = False
             async with self._one:
                 self._stored |= mine
                 if others is not None:
-                    await others.end_snapshot()
+                    await others.end(SNAPSHOT)
                 if announces:
                     await self._announce_snapshot((*mine, *rest), version)
                 await self._retire()
             return announces
 
         if others is not None:
-            await others.begin_snapshot(version, (self._incarnation, version, "snapshot"))
-        ranks = 1 if others is None else others.ranks
+            await others.begin_snapshot(SNAPSHOT, version, tokens)
         mine = Weights(version, own(weights.tensors), weights.digests)
-        await self._snapshots.begin(mine, write, ranks=ranks)
+        await self._snapshots.begin(mine, write, ranks=self._ranks)
 
     async def _announce_snapshot(self, blobs: tuple[BlobRef, ...], version: int) -> None:
         latest = self._latest()
@@ -380,18 +382,18 @@ class WeightPublisher:
     async def _begin_kept(self) -> None:
         """Write a version that is to stay beside what comes next; a failure ends the learner."""
         weights, others = self._announced_weights(), self._others
-        version = weights.policy_version
-
-        async def put(content: Content, *tokens: object) -> BlobRef:
-            return await self._store.put(content, self._incarnation, *tokens)
+        version, ranks = weights.policy_version, self._ranks
+        tokens, directory = (self._incarnation, version, KEPT), await self._kept.begin(version)
 
         async def write(content: Content) -> bool:
-            blob = await self._kept.stored(version, content, put)
-            if others is not None:
-                await others.drop(version)
+            blob = await put_kept(self._store, content, directory, tokens, rank=0, ranks=ranks)
+            rest = await others.written(KEPT) if others else ()
+            await self._kept.finish(version, weights.tensors)
             async with self._one:
                 self._stored.add(blob)
-                self._kept.name(version, blob)
+                if others is not None:
+                    await others.end(KEPT)
+                self._kept.name(version, (blob, *rest))
                 self._keeping.discard(version)
                 latest = self._latest()
                 await self._announce_again(latest.snapshot_blobs, latest.snapshot_at, latest.deltas)
@@ -399,8 +401,13 @@ class WeightPublisher:
 
         self._keeping.add(version)
         if others is not None:
-            await others.hold(version)
-        await self._snapshots.begin(weights, write)
+            await others.begin_snapshot(KEPT, version, tokens, directory)
+        mine = Weights(version, own(weights.tensors), weights.digests)
+        await self._snapshots.begin(mine, write, ranks=ranks)
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self._others is None else self._others.ranks
 
     def _latest(self) -> PolicyManifest:
         if self.latest is None:
@@ -419,7 +426,7 @@ class WeightPublisher:
         """Make the weights the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
             raise RuntimeError("the publisher was not started: call `start` first")
-        kept = await self._kept.before(weights, self._put)
+        kept = await self._kept.before(weights, self._put_kept)
         manifest = PolicyManifest(
             policy_version=announcement.policy_version,
             incarnation=self._incarnation,
@@ -565,6 +572,13 @@ class WeightPublisher:
             described |= stored.digests
             blobs += stored.blobs
         self._adapted = self._base.described(blobs, joined_digest(0, described).hex())
+
+    async def _put_kept(self, files: Sequence[Path], version: int) -> tuple[BlobRef, ...]:
+        """Store the files of a version that stays, each on the rank whose turn it is."""
+        tokens, others = (self._incarnation, version, KEPT), self._others
+        theirs = others and asyncio.create_task(others.put_files(files, tokens))
+        mine = [await self._put(file_content(file), version, KEPT) for file in files[:: self._ranks]]
+        return (*mine, *(await theirs if theirs else ()))
 
     async def _put(self, content: Content, *tokens: object) -> BlobRef:
         blob = await self._store.put(content, self._incarnation, *tokens)

@@ -5,12 +5,13 @@ Wishes go to all ranks as calls (learner/world), in one order; answers come back
 own, in that order."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from bus.errors import BusError, WorldError
 from bus.messages import BlobRef
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy
+from learner.publication.kept_versions import file_content, put_kept
 from learner.publication.snapshot_writer import HeldContent
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
 from storage.disk.atomic_files import Content, Data
@@ -102,13 +104,12 @@ class OwnTensors:
         self._versions: dict[int, Tensors] = {}
         """The version before, which is the base of a delta, and then the newest, once it has a number."""
         self._base: Tensors = {}
-        self._held: dict[int, tuple[int, Tensors]] = {}
-        """Copies of versions, and by how many each is held."""
         self._place: tuple[BlobStore, asyncio.AbstractEventLoop] | None = None
         self._stored: set[BlobRef] = set()
         """What rank 0 has heard of and may still announce."""
-        self._writing: _Writing | None = None
-        """The latest snapshot beside deltas, until rank 0 has announced it or given it up."""
+        self._writing: dict[str, _Writing] = {}
+        """The latest snapshot beside deltas, and the latest version that is to stay, each until rank 0 has
+        announced it or given it up."""
 
     @asynccontextmanager
     async def stored_in(self, store: BlobStore) -> AsyncIterator[None]:
@@ -118,8 +119,8 @@ class OwnTensors:
         try:
             yield
         finally:
-            if self._writing is not None:
-                self._writing.content.end()
+            for each in self._writing.values():
+                each.content.end()
             await store.close()
 
     def begin(self, copying: Future[Copied]) -> None:
@@ -182,28 +183,38 @@ class OwnTensors:
         blobs = (self._put(snapshot_content(weights), tokens),) if weights.tensors else ()
         return StoredSnapshot(weights.described(), blobs)
 
-    def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
-        """Begin to store the announced version whole, beside what comes next."""
-        self.end_snapshot()
+    def put_files(self, files: tuple[str, ...], tokens: tuple[object, ...]) -> tuple[BlobRef, ...]:
+        """Store those files whose turn it is on this rank."""
+        mine = files[dist.get_rank() :: dist.get_world_size()]
+        return tuple(self._put(file_content(Path(file)), tokens) for file in mine)
+
+    def begin_snapshot(
+        self, kind: str, policy_version: int, directory: str | None, tokens: tuple[object, ...]
+    ) -> None:
+        """Begin to store the announced version whole, beside what comes next; as a file too, where there is a
+        `directory`."""
+        self.end(kind)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
         weights = Weights(policy_version, self._versions[policy_version], {})
-        content = HeldContent(weights, self._bytes_per_s, ranks=dist.get_world_size())
-        self._writing = _Writing(content, self._begun(lambda store: store.put(content, *tokens)))
+        content = HeldContent(weights, self._bytes_per_s, ranks=ranks)
+        place = None if directory is None else Path(directory)
+        storing = self._begun(lambda store: put_kept(store, content, place, tokens, rank=rank, ranks=ranks))
+        self._writing[kind] = _Writing(content, storing)
 
-    def written(self) -> BlobRef | None:
-        """Return the snapshot begun last; None while it is being written."""
-        if self._writing is None or not self._writing.blob.done():
+    def written(self, kind: str) -> BlobRef | None:
+        """Return the snapshot of this kind that was begun last; None while it is being written."""
+        writing = self._writing.get(kind)
+        if writing is None or not writing.blob.done():
             return None
-        self._writing.content.end()
-        return self._writing.blob.result()
+        writing.content.end()
+        return writing.blob.result()
 
-    def end_snapshot(self) -> None:
+    def end(self, kind: str) -> None:
         """Write no more of the snapshot begun last; `retire` removes it where it is not needed."""
-        if self._writing is None:
-            return
-        self._writing.content.end()
-        wait([self._writing.blob])
-        self._stored |= self._writing.stored
-        self._writing = None
+        if writing := self._writing.pop(kind, None):
+            writing.content.end()
+            wait([writing.blob])
+            self._stored |= writing.stored
 
     def held(self, blobs: Iterable[BlobRef]) -> set[BlobRef]:
         """Return which of these blobs this rank stored, if all of those are still there."""
@@ -215,26 +226,18 @@ class OwnTensors:
         old = self._stored - needed
         self._stored -= self._begun(lambda store: delete_blobs(store, old)).result()
 
-    def hold(self, version: int, more: int) -> None:
-        """Keep a copy of the version, for so many more."""
-        holders, tensors = self._held.pop(version, (0, None))
-        if holders + more > 0:
-            self._held[version] = holders + more, tensors or _copies(self._versions[version])
-
     def read(self, policy_version: int, name: str, start: int, stop: int) -> Words:
         """Return bytes of a tensor."""
-        held = self._held.get(policy_version)
-        tensors = self._versions.get(policy_version) if held is None else held[1]
-        if tensors is None:
+        if policy_version not in self._versions:
             raise BusError(f"version {policy_version} is not on rank {dist.get_rank()} any more")
-        return tensors[name].words.view(np.uint8)[start:stop]
+        return self._versions[policy_version][name].words.view(np.uint8)[start:stop]
 
     def _named(self, policy_version: int) -> Tensors:
         """Return the newest tensors, which have this version. The memory of a snapshot of the one before is
         soon wanted back."""
         newest = self._newest()
-        if self._writing is not None:
-            self._writing.content.release(self._encoder.threads)
+        for each in self._writing.values():
+            each.content.release(self._encoder.threads)
         self._versions.pop(policy_version, None)  # the version may be announced once more
         self._versions[policy_version] = newest
         return newest
@@ -250,10 +253,6 @@ class OwnTensors:
             raise RuntimeError(f"rank {dist.get_rank()} has no store for what it publishes")
         store, loop = self._place
         return asyncio.run_coroutine_threadsafe(work(store), loop)
-
-
-def _copies(tensors: Tensors) -> Tensors:
-    return {name: replace(tensor, words=tensor.words.copy()) for name, tensor in tensors.items()}
 
 
 class OtherRanks:
@@ -313,18 +312,27 @@ class OtherRanks:
         digests = {name: digest for each in found for name, digest in each.digests.items()}
         return StoredSnapshot(digests, tuple(blob for each in found for blob in each.blobs))
 
-    async def begin_snapshot(self, policy_version: int, tokens: tuple[object, ...]) -> None:
-        """Have each rank begin to store its tensors of the announced version whole."""
-        await self._ask(Wish("begin_snapshot", (policy_version, tokens)))
+    async def put_files(self, files: Sequence[Path], tokens: tuple[object, ...]) -> tuple[BlobRef, ...]:
+        """Have each rank store every so many-th of the files, of which rank 0 stores the first."""
+        found = await self._ask(Wish("put_files", (tuple(map(str, files)), tokens)))
+        return tuple(blob for each in cast(list[tuple[BlobRef, ...]], found) for blob in each)
 
-    async def end_snapshot(self) -> None:
+    async def begin_snapshot(
+        self, kind: str, policy_version: int, tokens: tuple[object, ...], directory: Path | None = None
+    ) -> None:
+        """Have each rank begin to store its tensors of the announced version whole; as a file too, where
+        there is a `directory`."""
+        place = None if directory is None else str(directory)
+        await self._ask(Wish("begin_snapshot", (kind, policy_version, place, tokens)))
+
+    async def end(self, kind: str) -> None:
         """Have each rank end the snapshot begun last, which is announced by now, or is given up."""
-        await self._ask(Wish("end_snapshot"))
+        await self._ask(Wish("end", (kind,)))
 
-    async def written(self) -> tuple[BlobRef, ...]:
+    async def written(self, kind: str) -> tuple[BlobRef, ...]:
         """Return the snapshots begun last when all are written. Raises what ended one of them."""
         while True:
-            found = cast(list[BlobRef | None], await self._ask(Wish("written")))
+            found = cast(list[BlobRef | None], await self._ask(Wish("written", (kind,))))
             blobs = tuple(blob for blob in found if blob is not None)
             if len(blobs) == len(found):
                 return blobs
@@ -338,14 +346,6 @@ class OtherRanks:
     async def retire(self, needed: set[BlobRef]) -> None:
         """Have the ranks remove what is not needed any more."""
         await self._ask(Wish("retire", (needed,)))
-
-    async def hold(self, policy_version: int) -> None:
-        """Have the ranks keep their tensors of the announced version, in memory of its own, until `drop`."""
-        await self._ask(Wish("hold", (policy_version, 1)))
-
-    async def drop(self, policy_version: int) -> None:
-        """Undo a `hold`."""
-        await self._ask(Wish("hold", (policy_version, -1)))
 
     def _read(self, rank: int, policy_version: int, name: str, start: int, stop: int) -> Data:
         """Fetch some bytes of a tensor; on any thread but that of the loop."""

@@ -49,6 +49,16 @@ def read_header(file: int) -> bytes:
     return os.pread(file, 8 + min(length, os.fstat(file).st_size), 0)
 
 
+def names_in(path: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file. Raises `StorageError` when it is malformed or
+    has lost its end."""
+    with path.open("rb") as file:
+        found = tensors_of(read_header(file.fileno()))
+    if max((tensor.end for tensor in found.values()), default=0) > path.stat().st_size:
+        raise StorageError(f"{path} ends before the tensors that its header names")
+    return list(found)
+
+
 def take_parts(directory: Path, ref: BlobRef, header: bytes, data: memoryview) -> set[int]:
     """Fill in parts of the weights `ref`, which begin with `header`, from the files of the directory.
 

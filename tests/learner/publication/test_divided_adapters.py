@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from actors.other_policies.opponent_weights import manifest_at
 from actors.weights.received import Receiver, torch_tensors
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -127,11 +128,9 @@ async def publish_and_compare(bus: Bus, world: World, publisher: WeightPublisher
         if version == 1:
             kept = expected
     await publisher.snapshots_written()
-    [version] = publisher.latest.kept
-    alone = replace(
-        manifest, policy_version=1, snapshot=version.snapshot, snapshot_rest=(), snapshot_version=1
-    )
-    assert (await Receiver(Blobs(bus))._from_snapshot(replace(alone, deltas=()))).digest() == kept.digest()
+    alone = manifest_at(publisher.latest, 1)
+    assert len({blob.origin for blob in alone.snapshot_blobs}) == RANKS
+    assert (await Receiver(Blobs(bus))._from_snapshot(alone)).digest() == kept.digest()
 
 
 @pytest.mark.nats

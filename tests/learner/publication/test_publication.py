@@ -115,7 +115,7 @@ class OtherRanksWithoutTensors:
     async def snapshot(self, *_):
         return StoredSnapshot({}, ())
 
-    async def written(self):
+    async def written(self, _):
         return ()
 
     async def hold_all(self, blobs):
@@ -124,7 +124,7 @@ class OtherRanksWithoutTensors:
     async def begin_snapshot(self, *_):
         """There is nothing to store."""
 
-    retire = end_snapshot = begin_snapshot
+    retire = end = begin_snapshot
 
 
 async def test_the_loop_goes_on_while_tensors_are_named_and_laid_out(bus, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from learner.config.publication import PublicationConfig
 from learner.publication import publisher as publication
 from learner.publication import snapshot_writer
 from learner.publication.announcement import AdapterBase
+from learner.publication.kept_versions import KeptVersions, put_kept
 from learner.publication.publisher import WeightPublisher
 from learner.publication.snapshot_writer import HeldContent
 from storage.weights.blob_sources import Blobs
@@ -173,6 +174,18 @@ async def test_versions_that_stay_wait_for_each_other_and_what_a_killed_learner_
     assert [version.policy_version for version in publisher.latest.kept] == [2, 3, 4]
     assert sorted(path.name for path in kept.iterdir()) == ["version-2", "version-3", "version-4"]
     await publisher.close()
+
+
+async def test_a_version_that_stays_lacks_no_ranks_tensors(disk, tmp_path):
+    disk.goes_on.set()
+    await disk.start()
+    kept, weights = KeptVersions([1], tmp_path / "kept", adapters=False), Weights.of(1, Host().take(1))
+    directory = await kept.begin(1)
+    await put_kept(disk, snapshot_content(weights), directory, ("one", 1), rank=1, ranks=2)
+    with pytest.raises(StorageError, match=r"version-1 lacks 1 tensors, as of_rank_0, though .* mount"):
+        await kept.finish(1, ["of_rank_0", *weights.tensors])
+    await kept.finish(1, weights.tensors)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["version-1"]
 
 
 @pytest.mark.nats

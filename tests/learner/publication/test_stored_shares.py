@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from actors.other_policies.opponent_weights import manifest_at
 from actors.weights.received import Receiver
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -31,6 +32,7 @@ from learner.publication.publisher import WeightPublisher
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World
+from storage.model_files.weight_files import weight_files
 from storage.settings.weights_transport import HttpTransport
 from storage.weights.blob_files import file_name
 from storage.weights.blob_http import HttpBlobs
@@ -44,6 +46,8 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 VERSIONS = 6
 LOST_AT = 2
 """Version during whose publication a rank is killed, or whose snapshot is overtaken."""
+KEPT_AT = 1
+"""Version that stays."""
 FORMAT = torch.bfloat16
 
 
@@ -92,7 +96,7 @@ async def sharing_rank(directory: Path) -> AsyncIterator[SharingRank]:
         hf_config=None, data_parallel_group=group, size_bytes=0, exported=lambda: exported, rows=rows,
         adapters=None,
     )  # fmt: skip
-    publication = PublicationConfig(threads=1, snapshot_every=2, keep=2)
+    publication = PublicationConfig(threads=1, snapshot_every=2, keep=2, keep_versions=(KEPT_AT,))
     settings = MiniRun(None, directory, None, directory / "none").settings()
     settings = replace(
         settings, model=ModelConfig(dtype="bfloat16"), export=directory / "export",
@@ -145,11 +149,13 @@ class FullStore(KilledStore):
         return await self._store.put(content, *tokens)
 
 
-def publish(url: str, directory: Path, lost: int | None = None, *, overtakes: bool = False) -> Told | None:
-    return asyncio.run(_publish(url, directory, lost, overtakes))
+def publish(
+    url: str, directory: Path, lost: int | None = None, *, overtakes: bool = False, first: int = 0
+) -> Told | None:
+    return asyncio.run(_publish(url, directory, lost, overtakes, first))
 
 
-async def _publish(url: str, directory: Path, lost: int | None, overtakes: bool) -> Told | None:
+async def _publish(url: str, directory: Path, lost: int | None, overtakes: bool, first: int) -> Told | None:
     number, stop = dist.get_rank(), asyncio.Event()
     async with (
         Bus.connect(BusConfig(url=url), "test", name=f"rank {number}") as bus,
@@ -171,6 +177,7 @@ async def _publish(url: str, directory: Path, lost: int | None, overtakes: bool)
             holding if overtakes else store,
             rank._settings.learner.publication,
             incarnation="one",
+            kept=directory / "kept",
             others=others,
         )
         await publisher.start(directory)
@@ -179,7 +186,7 @@ async def _publish(url: str, directory: Path, lost: int | None, overtakes: bool)
                 if overtakes:
                     told = await _overtake(world, publisher, directory, holding)
                 else:
-                    told = await _publish_all(bus, world, publisher, directory)
+                    told = await _publish_all(bus, world, publisher, directory, first)
         except* WorldError:
             if lost is None:
                 raise
@@ -193,15 +200,19 @@ def refuse_to_read(*_: object) -> None:
     raise AssertionError("rank 0 fetches a tensor")
 
 
-async def _publish_all(bus: Bus, world: World, publisher: WeightPublisher, directory: Path) -> Told:
+async def _publish_all(
+    bus: Bus, world: World, publisher: WeightPublisher, directory: Path, first: int
+) -> Told:
     receiver = Receiver(Blobs(bus))
-    for version in range(VERSIONS):
+    for version in range(first, VERSIONS):
         await world.call(SharingRank.become, version)
         manifest = await _publish_one(world, publisher, version)
         await publisher.snapshots_written()
         assert (await receiver.advance(manifest)).digest() == expected_at(version).digest()
         fresh = await Receiver(Blobs(bus)).from_snapshot(publisher.latest)
         assert fresh.digest() == expected_at(version).digest()
+    stays = await Receiver(Blobs(bus)).from_snapshot(manifest_at(publisher.latest, KEPT_AT))
+    assert stays.digest() == expected_at(KEPT_AT).digest()
     needed = {file_name(blob) for held in publisher._held.values() for blob in blobs_of(held)}
     await world.call(SharingRank.served_bytes)
     return Told(publisher.latest, await asyncio.to_thread(blobs_in, directory), needed)
@@ -245,6 +256,29 @@ async def test_receivers_take_from_each_rank_what_that_has(server: NatsServer, w
     assert told.files == told.needed, "old weights stay on some rank"
     sent = [int((tmp_path / f"sent-{rank}").read_text()) for rank in range(ranks)]
     assert max(sent) < 1.5 * sum(sent) / ranks, "rank 0 sends more than its share"
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+@pytest.mark.usefixtures("bus")
+async def test_each_rank_writes_its_part_of_a_version_that_stays_for_a_later_learner_of_fewer_ranks(
+    server: NatsServer, worlds, tmp_path
+):
+    (tmp_path / "config.json").write_text("{}")
+    await asyncio.to_thread(worlds.run, 3, publish, server.url, tmp_path)
+    kept = tmp_path / "kept" / f"version-{KEPT_AT}"
+    sizes = [(kept / name).stat().st_size for name in weight_files(kept)]
+    assert len(sizes) == 3
+    assert max(sizes) < 1.5 * sum(sizes) / 3, "rank 0 writes more than its share"
+    told, *_ = await asyncio.to_thread(
+        worlds.run, 2, partial(publish, first=KEPT_AT + 1), server.url, tmp_path
+    )
+    [version] = told.manifest.kept
+    assert len({blob.origin for blob in (version.snapshot, *version.rest)}) == 2
+    assert told.files == told.needed
+    (kept / list(weight_files(kept))[1]).write_bytes(b"")
+    with pytest.raises(AssertionError, match="are no header of safetensors"):
+        await asyncio.to_thread(worlds.run, 2, partial(publish, first=KEPT_AT + 1), server.url, tmp_path)
 
 
 @pytest.mark.nats
