@@ -21,8 +21,7 @@ PIECE_BYTES = 8 << 20
 class HeldContent:
     """Content of a snapshot, to be read once, in another thread and not faster than its bound.
 
-    It is read where the tensors lie until their memory is wanted back: then `release` copies what is left.
-    Tensors of other processes, which hold them meanwhile, are fetched piece by piece."""
+    It is read where the tensors lie until their memory is wanted back: then `release` copies what is left."""
 
     def __init__(self, weights: Weights, bytes_per_s: int | None, *, ranks: int = 1) -> None:
         """Hold what this process has of a version, which so many `ranks` write at `bytes_per_s` together."""
@@ -47,15 +46,13 @@ class HeldContent:
             if not self._left:
                 return None
             piece = self._left.popleft()
-            if not callable(piece):
-                return piece if self._own else _copy(piece)
-        return piece()  # without the lock, for which a release would wait as long as another process takes
+            return piece if self._own else _copy(piece)
 
     def release(self, threads: int) -> None:
         """Return when the memory of the tensors is not needed any more, however slow the reader is."""
         with self._lock, ThreadPoolExecutor(threads, "copy") as copying:
             if not self._own:
-                self._left = deque(copying.map(lambda p: p if callable(p) else _copy(p), self._left))
+                self._left = deque(copying.map(_copy, self._left))
                 self._own = True
 
     def end(self) -> None:
@@ -126,14 +123,8 @@ class SnapshotWriter:
             held.end()
 
 
-Piece = Data | Callable[[], Data]
-
-
-def _pieces(weights: Weights) -> Iterator[Piece]:
-    for part in snapshot_content(weights).pieces:
-        if callable(part):
-            yield part
-            continue
+def _pieces(weights: Weights) -> Iterator[Data]:
+    for part in snapshot_content(weights):
         view = memoryview(part).cast("B")
         yield from (view[begin : begin + PIECE_BYTES] for begin in range(0, len(view), PIECE_BYTES))
 

@@ -44,8 +44,6 @@ PART_BYTES = 32 << 20
 actors must have the same value."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors."""
-READ_BYTES = 8 << 20
-"""Bytes of a tensor of another process that are fetched at a time."""
 ALIGNMENT = 64
 """Bytes by whose multiple the tensors of a snapshot begin, so that processors compute fast where they lie."""
 
@@ -94,11 +92,6 @@ class RemoteTensor(HostTensor):
     def words(self) -> Words:
         """Fetch all elements."""
         return np.frombuffer(self._read(0, self.size_bytes), WORD[ITEM_BYTES[self.dtype]])
-
-    def reads(self) -> Iterator[Callable[[], Data]]:
-        """Yield functions that fetch the bytes, `READ_BYTES` at a time."""
-        for start in range(0, self.size_bytes, READ_BYTES):
-            yield partial(self._read, start, min(start + READ_BYTES, self.size_bytes))
 
 
 def own(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
@@ -230,25 +223,11 @@ def laid_out(
     return struct.pack("<Q", len(text)) + text, places
 
 
-@dataclass(frozen=True)
-class SnapshotContent:
-    """All tensors of a version as the content of a safetensors file."""
-
-    pieces: Sequence[Data | Callable[[], Data]]
-    """What this process has, in its own memory, and functions that fetch what other processes have."""
-
-    def __iter__(self) -> Iterator[Data]:
-        return (piece() if callable(piece) else piece for piece in self.pieces)
-
-
-def snapshot_content(weights: Weights) -> SnapshotContent:
+def snapshot_content(weights: Weights) -> Sequence[Data]:
+    """Return the tensors as the content of a safetensors file, where they lie."""
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
-    pieces: list[Data | Callable[[], Data]] = [beginning]
-    for name in places:
-        tensor = weights.tensors[name]
-        pieces += tensor.reads() if isinstance(tensor, RemoteTensor) else [tensor.words.data]
-    return SnapshotContent(pieces)
+    return [beginning, *(weights.tensors[name].words.data for name in places)]
 
 
 def read_snapshot(
