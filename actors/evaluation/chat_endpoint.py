@@ -1,12 +1,14 @@
 """A model behind somebody's OpenAI-compatible endpoint, which answers chats and takes no weights."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from actors.engines.base import ChatReply, Generation, GenerationRequest, Sampling
 from actors.episodes.task import JSON, ChatMessage
 from actors.rewards.base import RewardError
-from actors.rewards.endpoint import Endpoint
+from actors.rewards.builtin.message_text import text_of
+from actors.rewards.endpoint import BROKEN_OFF, Endpoint
 from bus.errors import EngineError, RequestRefusedError
 from bus.trajectory import FinishReason
 
@@ -139,9 +141,9 @@ def _chat_reply(choice: Mapping[str, JSON]) -> ChatReply | None:
     message = choice.get("message")
     if not isinstance(message, Mapping):
         return None
-    reasoning = message.get("reasoning_content")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
     return ChatReply(
-        content=str(message.get("content") or ""),
+        content=text_of(message.get("content")),
         reasoning=reasoning if isinstance(reasoning, str) else None,
         tool_calls=tuple(_calls(message.get("tool_calls"))),
         finish_reason=finish_reason(choice),
@@ -149,7 +151,10 @@ def _chat_reply(choice: Mapping[str, JSON]) -> ChatReply | None:
 
 
 def finish_reason(choice: Mapping[str, JSON]) -> FinishReason:
-    return "length" if choice.get("finish_reason") == "length" else "stop"
+    """Return how an answer ended. Raises `EngineError` for one that its server gave up."""
+    if (reason := choice.get("finish_reason")) in BROKEN_OFF:
+        raise EngineError(f"the endpoint broke the answer off: its finish_reason is {reason!r}")
+    return "length" if reason == "length" else "stop"
 
 
 def _calls(given: JSON) -> list[tuple[str, str, str]]:
@@ -158,5 +163,7 @@ def _calls(given: JSON) -> list[tuple[str, str, str]]:
     for call in given if isinstance(given, list) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
-            found.append((str(call.get("id") or ""), name, str(function.get("arguments") or "{}")))
+            given = function.get("arguments") or {}
+            arguments = given if isinstance(given, str) else json.dumps(given)
+            found.append((str(call.get("id") or ""), name, arguments))
     return found

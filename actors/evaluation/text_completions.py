@@ -18,8 +18,12 @@ class TextCompletions:
 
     path = "/completions"
 
-    def __init__(self, name: str, config: ChatEndpointConfig, chat_format: ChatFormat) -> None:
-        """Take the settings of `actors.evaluation.endpoints.NAME` and the run's tokenizer."""
+    def __init__(
+        self, name: str, config: ChatEndpointConfig, chat_format: ChatFormat, *, added: str = ""
+    ) -> None:
+        """Take the settings of `actors.evaluation.endpoints.NAME`, the run's tokenizer, and the text of the
+        token that it, and so the server, puts before each text: a template must not write it again."""
+        self._added = added
         self._name = name
         self._stop = config.stop
         self._in_template = config.prompt == "template"
@@ -54,7 +58,8 @@ class TextCompletions:
     ) -> tuple[str, bool]:
         """Return the text to continue, and whether the answer begins inside of reasoning."""
         if self._in_template:
-            return self._format.render_chat(messages, tools)
+            text, in_reasoning = self._format.render_chat(messages, tools)
+            return text.removeprefix(self._added), in_reasoning
         return "\n\n".join(str(one["content"]) for one in checked_messages(messages)), False
 
     def _taken_apart(
@@ -80,6 +85,8 @@ def chat_endpoints(
     for name, config in configs.items():
         dialect = None
         if config.protocol == "completions":
-            dialect = TextCompletions(name, config, ChatFormat(tokenizer, tool_calls))
+            first = tokenizer.encode("", add_special_tokens=True)[:1]
+            added = tokenizer.decode(first, skip_special_tokens=False) if first else ""
+            dialect = TextCompletions(name, config, ChatFormat(tokenizer, tool_calls), added=added)
         found[name] = ChatEndpoint(name, config, dialect)
     return found

@@ -30,7 +30,8 @@ class EndpointConfig(Config):
     """Most requests for one answer. Refused and lost connections, timeouts and the statuses 408, 429 and 5xx
     are repeated; other statuses are final."""
     wait_max_s: float = Field(30.0, gt=0)
-    """Longest wait before a request is repeated. Waits double from 1 s and are randomised."""
+    """Longest wait before a request is repeated. Waits double from 1 s and are randomised, unless the server
+    says how long by `Retry-After`."""
     max_calls: int | None = Field(None, ge=1)
     """Most requests that one actor process sends, repeated ones included. The run ends with an error when
     more are needed. `None` sets no bound."""

@@ -15,7 +15,7 @@ import structlog
 from actors.episodes.task import JSON, Answer
 from actors.rewards.base import LATER, InvalidRewardError, Result, RewardError, Scored, UnscoredError
 from actors.rewards.builtin.message_text import readable, text_of
-from actors.rewards.endpoint import Endpoint
+from actors.rewards.endpoint import BROKEN_OFF, Endpoint
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from storage.chats.stop_tokens import answer_end, answer_start, with_start
@@ -222,4 +222,6 @@ def _content(reply: JSON) -> tuple[str, bool]:
     message = first.get("message") if isinstance(first, Mapping) else None
     if not isinstance(first, Mapping) or not isinstance(message, Mapping):
         raise UnscoredError(f"reward judge: the endpoint answered no chat completion: {str(reply)[:SHOWN]!r}")
-    return text_of(message.get("content")), first.get("finish_reason") == "length"
+    if (ending := first.get("finish_reason")) in BROKEN_OFF:
+        return "", False
+    return text_of(message.get("content")), ending == "length"

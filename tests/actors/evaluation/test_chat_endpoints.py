@@ -17,7 +17,7 @@ from actors.settings.actors import ActorsConfig
 from actors.settings.evaluation import ChatEndpointConfig
 from actors.settings.tool_chat import ToolsConfig
 from benchmarks.scripted_engine import ScriptedEngine
-from bus.errors import ConfigError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.asked_sets import ask
 from tests.actors.held_out import SAMPLED, TOKENIZER, Recording, published
@@ -33,7 +33,7 @@ CALL = {
 
 
 @asynccontextmanager
-async def served(reply, asked):
+async def served(reply, asked, ending="stop"):
     """A server of chat completions; `reply` makes a message, or a status, of a request."""
 
     async def complete(request):
@@ -41,7 +41,7 @@ async def served(reply, asked):
         asked.append((request.headers.get("Authorization"), body))
         if isinstance(found := reply(body), int):
             return web.json_response({"error": "no such model"}, status=found)
-        choice = {"index": 0, "message": {"role": "assistant", **found}, "finish_reason": "stop"}
+        choice = {"index": 0, "message": {"role": "assistant", **found}, "finish_reason": ending}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 3}})
 
     app = web.Application()
@@ -104,6 +104,35 @@ async def test_tools_and_several_turns_go_to_the_endpoint_and_are_recorded_untra
     assert {part.reward for part in episode.trajectories} == {1.0}
     assert not any(part.trainable for part in episode.trajectories)
     assert answering.tokens_generated == 6
+
+
+PARTS = [
+    {"type": "thinking", "thinking": "hm"},
+    {"type": "text", "text": "6*"},
+    {"type": "text", "text": "7"},
+]
+
+
+async def test_other_servers_forms_of_an_answer_are_read():
+    """Magistral's content is a list of parts, vLLM names the reasoning `reasoning`, Ollama's arguments are an
+    object."""
+    called = {"name": "calculator", "arguments": {"expression": "6*7"}}
+    message = {"content": PARTS, "reasoning": "so", "tool_calls": [{"id": "c1", "function": called}]}
+    async with served(lambda _: message, []) as url:
+        answering = endpoint(url)
+        reply = await answering.chat([{"role": "user", "content": "6*7"}], None, SAMPLED)
+        await answering.close()
+    assert (reply.content, reply.reasoning) == ("6*7", "so")
+    assert reply.tool_calls == (("c1", "calculator", '{"expression": "6*7"}'),)
+
+
+@pytest.mark.parametrize("ending", ["abort", "error"])
+async def test_an_answer_that_a_server_gave_up_is_an_error_and_not_measured(ending):
+    async with served(lambda _: {"content": "4"}, [], ending) as url:
+        answering = endpoint(url)
+        with pytest.raises(EngineError, match=f"broke the answer off: its finish_reason is '{ending}'"):
+            await answering.chat([{"role": "user", "content": "6*7"}], None, SAMPLED)
+        await answering.close()
 
 
 async def test_what_an_endpoint_refuses_is_said_and_not_measured(bus, evaluations, model):

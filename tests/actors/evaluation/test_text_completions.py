@@ -1,10 +1,12 @@
 """Held-out prompts that a base model answers, which continues texts behind `/v1/completions`."""
 
 from contextlib import asynccontextmanager
+from copy import deepcopy
 
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
+from tokenizers.processors import TemplateProcessing
 
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
@@ -82,6 +84,24 @@ async def test_the_prompt_is_what_the_policy_sees_and_the_answer_is_taken_apart_
     assert body["stop"] == ["\n\nQ:"]
     assert (reply.content, reply.reasoning, reply.finish_reason) == ("2", "hm", "length")
     assert answering.tokens_generated == 2
+
+
+async def test_the_first_token_that_a_server_adds_by_itself_is_not_sent_as_text():
+    """vLLM, SGLang and llama.cpp put it before each text, where templates such as Llama's write it too."""
+    tokenizer = deepcopy(QWEN)
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    tokenizer.chat_template = "{{ bos_token }}" + QWEN.chat_template
+    first = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<|begin|> $A", None, [("<|begin|>", first)])
+    asked = []
+    async with served(lambda _: {"text": "2"}, asked) as url:
+        config = ChatEndpointConfig(url=url, model="base", attempts=1, protocol="completions")
+        answering = chat_endpoints({"base": config}, tokenizer, "auto")["base"]
+        await answering.chat(CHAT, None, SAMPLED)
+        await answering.close()
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.encode(asked[0]["prompt"]) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert tokenizer.encode(asked[0]["prompt"]).count(first) == 1
 
 
 async def test_a_prompt_of_text_has_the_contents_alone_and_the_answer_stays_as_it_is():

@@ -255,6 +255,68 @@ async def test_the_last_number_of_a_reply_that_was_cut_off_is_no_score():
             await scorer.score(answer())
 
 
+@pytest.mark.parametrize("end", ["abort", "error"])
+async def test_a_reply_that_its_server_gave_up_is_no_score(end):
+    replies = [verdict("Not a Score: 9 as I", end=end), verdict("Score: 10")]
+    async with judge(lambda number, _: replies[number - 1]) as (_, scorer):
+        assert await scorer.score(answer()) == 1.0
+
+
+@pytest.mark.parametrize(
+    "error", [{"code": 429, "message": "busy"}, {"code": "upstream"}, "no worker is free"]
+)
+async def test_an_error_in_a_body_of_status_200_is_repeated_and_not_blamed_on_the_answer(error):
+    """Routers answer so for the server behind them; asked about another answer, that may be back."""
+
+    def reply(number, body):
+        return web.json_response({"error": error}) if number < 4 else verdict("Score: 5")
+
+    async with judge(reply) as (server, scorer):
+        assert await scorer.scored(answer("odd")) == Scored(0.5, {"judge_score": 5.0})
+        assert len(server.bodies) == 4
+    async with judge(json({"error": {"code": 400, "message": "too long"}})) as (server, scorer):
+        with pytest.raises(RewardError, match="refused the request, 400: .*too long"):
+            await scorer.score(answer("odd"))
+
+
+async def test_a_request_that_a_redirection_takes_the_body_from_is_refused_with_the_address():
+    async with serving(json(1.0)) as other:
+
+        def away(status):
+            return lambda *_: web.Response(status=status, headers={"Location": f"{other.url}/score"})
+
+        async with remote(away(302)) as (_, scorer):
+            with pytest.raises(RewardError, match=f"leads to {other.url}/score: give that address"):
+                await scorer.score(answer())
+        async with remote(away(307)) as (_, scorer):  # it keeps the body
+            assert await scorer.score(answer("a")) == 1.0
+            assert other.bodies[-1]["response"] == "a"
+
+
+@pytest.mark.parametrize("after", ["0", "Tue, 01 Jan 2019 00:00:00 GMT"])
+async def test_a_server_that_says_when_it_wants_to_be_asked_is_asked_then(after):
+    """Waits that double would take above a minute."""
+
+    def reply(number, body):
+        headers = {"Retry-After": after}
+        return web.json_response(1.0) if number == 8 else web.Response(status=429, headers=headers)
+
+    with stamina.set_testing(False):
+        async with remote(reply) as (server, scorer), asyncio.timeout(45):
+            assert await scorer.score(answer()) == 1.0
+    assert len(server.bodies) == 8
+
+
+async def test_no_server_makes_a_request_wait_longer_than_the_settings_say():
+    replies = [web.Response(status=503, headers={"Retry-After": said}) for said in ("86400", "inf", "soon")]
+    with stamina.set_testing(False):
+        async with (
+            remote(lambda n, _: [*replies, web.json_response(1.0)][n - 1], wait_max_s=0.01) as (_, scorer),
+            asyncio.timeout(60),
+        ):
+            assert await scorer.score(answer()) == 1.0
+
+
 async def test_a_judge_that_never_gives_a_score_is_an_error_and_not_a_zero():
     async with judge(lambda *_: verdict("no"), attempts=2) as (server, scorer):
         with pytest.raises(RewardError, match=r"none of 2 replies had a score in \[0, 10\], the last: 'no'"):
