@@ -12,6 +12,7 @@ from actors.settings.opponents import OpponentConfig
 from actors.weights.follow import fetch_state
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import PolicyManifest
+from storage.model_files.finite_weights import refuse_not_finite
 from storage.model_files.model_reading import AGAIN, refusing
 from storage.model_files.weight_files import weight_files
 from storage.weights.blob_sources import BlobSource
@@ -127,9 +128,12 @@ class PublishedWeights:
 
 
 def state_of_files(directory: Path) -> "Mapping[str, torch.Tensor]":
-    """Return the tensors of a model directory. Raises `ConfigError` for one without safetensors files."""
+    """Return the tensors of a model directory. Raises `ConfigError` for one without safetensors files, and
+    for weights that are not finite."""
     from safetensors.torch import load_file
 
     files = [directory / name for name in weight_files(directory)]
     with refusing(f"cannot read the weights in {directory}", AGAIN):
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    refuse_not_finite(found.items(), directory)
+    return found

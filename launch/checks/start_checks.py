@@ -30,6 +30,7 @@ from launch.model_files.model_directory import (
     model_here,
     refuse_full_context,
     refuse_headless_model,
+    refuse_not_finite_model,
     refuse_other_angles,
 )
 from launch.model_files.vision_checks import refuse_unfit_vision
@@ -181,6 +182,8 @@ async def rehearse_local(
         prompts, of_models = await check_start(
             config, RunDirectory(Path(scratch), config.run), own_bus=own_bus, models=models
         )
+        for one in _of_each_policy(config) if models else []:  # a start leaves that to who loads the model
+            await asyncio.to_thread(refuse_not_finite_model, one)
         if config.model.path is None and config.learner.steps:
             refuse_long_for_scratch(prompts.training, config)
         found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark

@@ -8,12 +8,14 @@ from launch.doctor.findings import Finding, brief, refused, worst
 from launch.model_files.hub_model import is_hub_name
 from launch.model_files.model_directory import (
     model_on_disk,
+    read_tensors,
     refuse_full_context,
     refuse_headless_model,
     refuse_other_angles,
     tensors_in,
 )
 from launch.settings.run_config import RunConfig
+from storage.model_files.finite_weights import not_finite
 from storage.model_files.model_reading import (
     context_of,
     lack_of_model,
@@ -105,6 +107,11 @@ def _weights(path: Path) -> Iterator[Finding]:
         yield Finding(
             "weights", "error", f"{path} lacks {len(missing)} tensors, such as {missing[0]}", COMPLETE
         )
+        return
+    broken = not_finite(read_tensors(path))
+    if broken:
+        said = f"{path}: {len(broken)} weights hold NaN or infinity, such as {broken[0]}"
+        yield Finding("weights", "error", said, "download the directory again")
     else:
         count = sum(map(len, found.values()))
         yield Finding("weights", "ok", f"{count} tensors in {len(found)} files")

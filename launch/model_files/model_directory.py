@@ -1,17 +1,23 @@
 """What a model directory on this host says before anything is loaded from it."""
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.engines.dynamic_angles import refuse_dynamic_angles
 from bus.errors import ConfigError
+from bus.process.work_progress import tracked
 from launch.model_files.hub_model import REMEDY, fetched, fetched_before, is_hub_name
 from launch.model_files.hub_revision import pinned
 from launch.settings.run_config import RunConfig
 from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
-from storage.model_files.model_reading import lack_of_model, raw_config
+from storage.model_files.finite_weights import refuse_not_finite
+from storage.model_files.model_reading import AGAIN, lack_of_model, raw_config, refusing
 from storage.model_files.weight_files import weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def tensors_in(file: Path) -> set[str]:
@@ -23,6 +29,27 @@ def tensors_in(file: Path) -> set[str]:
             return set(opened.keys())
     except SafetensorError as error:
         raise ValueError(f"{file.name} is damaged ({error})") from error
+
+
+def read_tensors(model: Path) -> "Iterator[tuple[str, Tensor]]":
+    """Read the tensors of a model one after the other, each with its name. Raises `ConfigError` where there
+    are no files of weights, or one is not whole."""
+    from safetensors import safe_open
+
+    for file in tracked([model / name for name in weight_files(model)], f"reading the weights in {model}"):
+        with refusing(f"cannot read {file}", AGAIN), safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+                yield name, opened.get_tensor(name)
+
+
+def refuse_not_finite_model(config: RunConfig) -> None:
+    """Raise `ConfigError` for a model on this host whose weights are not finite, which takes a reading of all
+    its files."""
+    if config.model.path is None:
+        return
+    model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    if (model / "config.json").is_file():
+        refuse_not_finite(read_tensors(model), model)
 
 
 def all_tensors(model: Path) -> Set[str]:

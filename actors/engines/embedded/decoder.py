@@ -27,6 +27,7 @@ from storage.exact_arithmetic.softmax import log_softmax
 from storage.images.positions import rope_positions
 from storage.images.reader import ImageReader
 from storage.model_files.families import families_with, family_named
+from storage.model_files.finite_weights import not_finite
 from storage.settings.exact_arithmetic import MOST_TOKENS
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -408,9 +409,13 @@ class BatchedDecoder:
         tokens, logprobs, kept = sample(logits, controls, self._generator, exact=self._exact is not None)
         values = logprobs.cpu().numpy()
         if not np.isfinite(values).all():
-            raise EngineError(
-                f"logits of policy version {self.policy_version} are not finite: its weights are broken"
+            broken = not_finite(self.model.named_parameters())
+            why = (
+                f"{len(broken)} of its weights hold NaN or infinity, such as {broken[0]}"
+                if broken
+                else (f"its weights are finite, and what they give is too large for {self.model.dtype}")
             )
+            raise EngineError(f"logits of policy version {self.policy_version} are not finite: {why}")
         self._rows.record(first, tokens.cpu().numpy(), values, self.policy_version, kept)
         self.tokens_generated += len(values)
         rows, stopped = self._rows.finished()

@@ -33,6 +33,7 @@ from bus.process.work_progress import long_work
 from storage.exact_arithmetic.attention import attend
 from storage.exact_arithmetic.functions import exactly
 from storage.images.reader import ImageReader
+from storage.model_files.finite_weights import refuse_not_finite
 from storage.model_files.model_reading import AGAIN, read_config, refusing
 from storage.model_files.text_model import OWN_NAMES, text_alone
 from storage.model_files.weight_files import weight_files
@@ -130,6 +131,7 @@ class EmbeddedEngine:
                 _refuse_drawn_weights(model_dir, found)
                 if getattr(whole, "quantization_config", None) is None:
                     _refuse_integers(model_dir, found["unexpected_keys"])
+                refuse_not_finite(model.named_parameters(), model_dir)
             else:
                 with refusing(f"cannot build the model of {model_dir}", AGAIN), no_init_weights():
                     model = kind.from_config(hf_config, **options)

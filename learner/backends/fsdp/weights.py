@@ -15,9 +15,9 @@ from bus.errors import ConfigError, listed
 from bus.process.work_progress import tracked
 from learner.backends.contract.backend import ExportedPiece
 from learner.backends.fsdp.names import FileNames
-from learner.backends.shared.finite_weights import refuse_not_finite
 from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import State, misfits, part_of
+from storage.model_files.finite_weights import refuse_not_finite
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
             mine.copy_(part_of(state, next(iter(of_tensor.files)), 0, start, stop))
         else:
             mine.copy_(names.merge(name, state)[start:stop])
-    refuse_not_finite((name, local(each)) for name, each in tensors.items() if isinstance(each, DTensor))
+    mine_by_name = ((name, local(each)) for name, each in tensors.items() if isinstance(each, DTensor))
+    refuse_not_finite(mine_by_name, "the model")
 
 
 @torch.no_grad()

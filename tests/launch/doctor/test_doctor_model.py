@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from bus.errors import ConfigError
 from launch.doctor.findings import Finding
 from launch.doctor.model import check_model
+from launch.model_files.model_directory import refuse_not_finite_model
 from launch.settings.run_config import RunConfig, validate
 from tests.learner.tiny import tiny_model
 
@@ -88,6 +90,17 @@ def test_a_file_that_the_index_names_must_be_there_with_its_tensors(model: Path)
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     [*_, found] = look(model, max_new_tokens=8)
     assert (found.level, "two.safetensors" in found.found) == ("error", True)
+
+
+def test_weights_that_are_not_finite_are_an_error_and_refused_by_a_dry_run(model: Path):
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = np.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    [*_, found] = look(model, max_new_tokens=8)
+    broken = f"{model}: 1 weights hold NaN or infinity, such as model.layers.1.mlp.down_proj.weight"
+    assert (found.level, found.found) == ("error", broken)
+    with pytest.raises(ConfigError, match=rf"^{broken}: download the directory again"):
+        refuse_not_finite_model(validate({"model": {"path": model}}))
 
 
 @pytest.mark.parametrize("index", [{}, [], {"weight_map": ["a"]}, {"weight_map": None}])

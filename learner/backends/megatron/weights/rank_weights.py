@@ -38,11 +38,11 @@ from learner.backends.megatron.weights.stacks import (
     stacks_of,
     unstacked,
 )
-from learner.backends.shared.finite_weights import refuse_not_finite
 from learner.backends.shared.score_head import is_reward_model
 from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State, misfits, part_of, spec_of
 from learner.model_directories.text_model import saved_shapes
+from storage.model_files.finite_weights import refuse_not_finite
 
 log = structlog.get_logger()
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -80,7 +80,7 @@ def load_hf_weights(
             if mine := slices.get(rule.megatron):
                 mine.parameter.copy_(slice_of(rule, mine, state, shape))
     mine_by_file = ((rule.parts[0], slices.get(rule.megatron)) for rule in rules)
-    refuse_not_finite((name, mine.parameter) for name, mine in mine_by_file if mine)
+    refuse_not_finite(((name, mine.parameter) for name, mine in mine_by_file if mine), "the model")
 
 
 def _tell_rounded_routers(rules: Sequence[Rule], state: State, dtype: torch.dtype) -> None:

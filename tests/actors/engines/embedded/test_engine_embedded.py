@@ -187,6 +187,27 @@ async def test_a_directory_with_weights_can_be_served_as_it_is(model, tmp_path):
     np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
 
 
+async def test_weights_that_are_not_finite_are_named_where_they_are_read_and_where_they_answer(
+    model, tmp_path
+):
+    name = "model.layers.1.mlp.down_proj.weight"
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state[name][3, 5] = torch.inf
+    model.save_pretrained(tmp_path, state_dict=dict(state))
+    refusal = f"^{tmp_path}: 1 weights hold NaN or infinity, such as {name}: download"
+    with pytest.raises(ConfigError, match=refusal):
+        EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig(), policy_version=0)
+    (tmp_path / "model.safetensors").unlink()
+    engine = EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineConfig())
+    await engine.start()
+    await engine.load_weights(state, 7)
+    with pytest.raises(
+        EngineError, match=f"version 7 are not finite: 1 of its weights hold NaN .* as {name}"
+    ):
+        await engine.generate(request("a", PROMPT))
+    await engine.close()
+
+
 async def test_an_idle_engine_sleeps(serve):
     async with serve() as engine:
         await engine.generate(request("a", PROMPT, new=2))
