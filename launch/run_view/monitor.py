@@ -243,6 +243,10 @@ class RunMonitor:
         ending = self.ending(process)
         return "" if ending is None or not ending.reason else ending.text
 
+    def is_latest(self, process: HeardProcess) -> bool:
+        """Return whether no other process of its role was heard later."""
+        return self._latest[process.status.role] is process
+
     def failure_unheard(self, role: str) -> str:
         """Return the same of the latest process with a role that was never heard."""
         ending = self._ending_of(role)

@@ -369,11 +369,11 @@ def _end(monitor: RunMonitor, process: HeardProcess) -> str:
 
 
 def _is_said(monitor: RunMonitor, process: HeardProcess) -> bool:
-    """Tell whether a plain line says what a process does: the learner always, others that failed, and storage
-    while it is silent."""
+    """Tell whether a plain line says what a process does: the learner always, storage while it is silent, and
+    others that failed until another of their role is heard."""
     role = process.status.role
     is_silent = role == "storage" and monitor.silent_s(process) > 0
-    return role == "learner" or is_silent or bool(monitor.failure(process))
+    return role == "learner" or is_silent or bool(monitor.failure(process) and monitor.is_latest(process))
 
 
 def _absent(monitor: RunMonitor) -> dict[str, str]:

@@ -273,6 +273,9 @@ def test_actors_of_other_hosts_have_not_ended_with_those_of_this_launch():
     monitor.endings = {"actors": PartEnding(own, clock.now_s, "status 1")}
     failed = [source for source, process in monitor.processes.items() if monitor.failure(process)]
     assert failed == ["actor-host-1000"]
+    assert "ended" not in status_line(monitor)
+    monitor.on_status(monitor.processes["actor-host-1000"].status)  # nobody else was heard since
+    assert "| actor-host-1000: ended: status 1; it starts again |" in status_line(monitor)
 
 
 @pytest.mark.parametrize("actors", [0, 1, 5, 9, 10, 11, 200])
