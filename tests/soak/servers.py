@@ -17,7 +17,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import RoleHolder
 from bus.server.nats_server import ClusterMember, NatsServer, free_port
 from bus.waiting import cancelled
-from launch.services.write_check import until_it_cannot_store
+from launch.services.write_check import until_a_stream_breaks, until_it_cannot_store
 from soak.link import HOST, FaultyLink
 from storage.disk.file_errors import lack_of_room
 
@@ -46,7 +46,8 @@ class Server:
         self.down = asyncio.Event()
         """Says whether no process of it runs."""
         self.down.set()
-        self._health_port = free_port(HOST) if cluster is not None else None
+        self._is_alone = cluster is None
+        self._health_port = free_port(HOST)
         self._nats = NatsServer(directory, port=port, cluster=cluster, http_port=self._health_port)
 
     @property
@@ -77,12 +78,12 @@ class Server:
 
     async def _until_useless(self) -> None:
         """Return when the server has ended, or cannot store any more after its disk was full."""
-        port = self._health_port
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._nats.wait())]
-        if port is None:
+        if self._is_alone:
             tasks.append(asyncio.create_task(until_it_cannot_store(self._nats.url)))
+            tasks.append(asyncio.create_task(until_a_stream_breaks(self._nats.http_url)))
         else:
-            tasks.append(asyncio.create_task(until_jetstream_is_off(port)))
+            tasks.append(asyncio.create_task(until_jetstream_is_off(self._health_port)))
             tasks.append(asyncio.create_task(until_disk_was_full(self.directory)))
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await cancelled(*tasks)

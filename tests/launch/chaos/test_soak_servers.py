@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import nats
 import nats.errors
+import psutil
 import pytest
 
 from bus.waiting import cancelled
+from launch.services import write_check
 from soak import servers
 from soak.bus_faults import kill_leader
 from soak.disk import fill, small_disk
@@ -21,6 +23,7 @@ from tests.storage.serving import until
 async def test_a_server_that_ends_gets_no_signal(tmp_path, monkeypatch):
     useless = asyncio.Event()
     monkeypatch.setattr(servers, "until_it_cannot_store", lambda _: useless.wait())
+    monkeypatch.setattr(servers, "until_a_stream_breaks", lambda _: asyncio.Event().wait())
     server = Server(tmp_path, servers.free_port(servers.HOST), None)
     keeping = asyncio.create_task(server.keep())
     try:
@@ -42,6 +45,37 @@ async def test_a_server_that_ends_gets_no_signal(tmp_path, monkeypatch):
         send_signal(server, 0)
         await server.down.wait()
         assert server.pid is None
+    finally:
+        await cancelled(keeping)
+
+
+@pytest.mark.slow
+async def test_a_lone_server_starts_again_where_one_stream_stores_no_more(tmp_path, monkeypatch):
+    look, found = write_check._broken_streams, []
+    monkeypatch.setattr(write_check, "_broken_streams", lambda url: found.append(look(url)) or found[-1])
+    server = Server(tmp_path, servers.free_port(servers.HOST), None)
+    keeping = asyncio.create_task(server.keep())
+    try:
+        await until(lambda: server.pid is not None)
+        client = await nats.connect(server._nats.url, connect_timeout=60)
+        js = client.jetstream(timeout=5)
+        await js.add_stream(name="KEPT", subjects=["kept"])
+        await until(lambda: [] in found)  # what was never well counts for nothing
+        process = psutil.Process(server.pid)
+        _, most = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (0, most))
+        with pytest.raises(nats.errors.Error):
+            await js.publish("kept", b"1", timeout=1)
+        process.rlimit(psutil.RLIMIT_FSIZE, (most, most))  # the probe's own stream stores again
+
+        async def stored() -> bool:
+            with suppress(nats.errors.Error, OSError):
+                return bool(await js.publish("kept", b"2", timeout=1))
+            return False
+
+        await until(stored)
+        assert server.restarts == 1
+        await client.close()
     finally:
         await cancelled(keeping)
 
