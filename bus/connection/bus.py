@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
@@ -31,6 +31,7 @@ from bus.connection.jetstream import JetStream
 from bus.connection.key_bucket import Entry, KeyBucket
 from bus.connection.process_state import ProcessState
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
+from bus.process.log_throttle import LogThrottle
 from bus.requests import Done
 from bus.security.credentials import load_credentials
 from bus.security.record_rules import record_of
@@ -45,6 +46,15 @@ R = TypeVar("R", bound=Message)
 T = TypeVar("T")
 SAY_AFTER_S = 2.0
 """Seconds after which a process says what it waits for."""
+SAY_LOST_S = 60.0
+"""Seconds between two lines about notices that could not be sent."""
+BROKEN = (
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionDrainingError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.StaleConnectionError,
+)
+"""Errors of a connection that broke."""
 OWNER_S = 4.0
 """Seconds in which the owner of a key writes again what somebody else has overwritten."""
 
@@ -85,6 +95,7 @@ class Bus:
         self.slower = 1.0
         """Factor by which this process reports less often than in a small run (`reporting_rate.py`)."""
         self._stop = stop
+        self._notices_lost = LogThrottle(SAY_LOST_S)
         self._keys = KeyBucket(self.js, self.topology, signatures)
 
     @classmethod
@@ -273,10 +284,19 @@ class Bus:
         return encode(Refused(reason=f"an answer of {len(data)} bytes exceeds max_payload {limit}"))
 
     async def notify(self, subject: str, message: Message) -> None:
-        """Send a notice to the processes that listen now; none is stored, and none waits for the bus."""
-        if self.client.is_connected:
-            with suppress(nats.errors.Error):  # the connection broke just now: nobody listens
-                await self.client.publish(subject, self.sealed(subject, message))
+        """Send a notice to the processes that listen now; none is stored, and none waits for the bus.
+
+        A notice that a living connection does not take, such as one that is too large, is logged."""
+        if not self.client.is_connected:
+            return
+        try:
+            await self.client.publish(subject, self.sealed(subject, message))
+        except BROKEN:  # just now: nobody listens
+            return
+        except nats.errors.Error as error:
+            if times := self._notices_lost.due(time.monotonic()):
+                reason = str(error) or type(error).__name__
+                log.warning("notice_not_sent", subject=subject, reason=reason, times=times)
 
     async def listen(self, subject: str, expected: type[M], handle: Callable[[M], None]) -> Subscription:
         """Call `handle` on each notice. One that does not decode, or comes from a stream, is logged and

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 from nats.aio.msg import Msg
+from structlog.testing import capture_logs
 
 from bus.codec import Message, encode
 from bus.config import BusConfig
@@ -189,6 +190,21 @@ async def test_notice_reaches_who_listens_and_a_bad_one_is_passed_over(bus: Bus)
     await bus.notify("test.news", GroupRef(lease_id=1, shard=0))
     async with asyncio.timeout(60):
         assert await heard.get() == GroupRef(lease_id=1, shard=0)
+
+
+@pytest.mark.nats
+async def test_a_notice_that_is_too_large_is_told_once_and_the_connection_lives(bus: Bus):
+    heard: asyncio.Queue[Refused] = asyncio.Queue()
+    await bus.listen("test.news", Refused, heard.put_nowait)
+    with capture_logs() as logged:
+        for _ in range(3):
+            await bus.notify("test.news", Refused(reason="x" * bus.client.max_payload))
+    [line] = [one for one in logged if one["event"] == "notice_not_sent"]
+    assert line["subject"] == "test.news"
+    assert "bytes exceed the server's max_payload" in line["reason"]
+    await bus.notify("test.news", Refused(reason="short"))
+    async with asyncio.timeout(60):
+        assert await heard.get() == Refused(reason="short")
 
 
 @pytest.mark.nats
