@@ -32,6 +32,7 @@ from storage.chats.stop_tokens import stop_token_ids
 from storage.disk.run_directory import RunDirectory
 from storage.images.chat import ImageChat
 from storage.model_files.model_reading import read_tokenizer, refuse_no_template
+from storage.model_files.weight_files import weight_files
 
 BYTES_TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] or '' }}"
@@ -114,6 +115,8 @@ async def answering_model(
     tokenizer = bytes_tokenizer()
     stops: Sequence[int] = ()
     if model is not None:
+        if endpoint is None:
+            weight_files(model)  # raises where there are none
         tokenizer = read_tokenizer(model)
         refuse_no_template(tokenizer, model)
         stops = stop_token_ids(model, tokenizer)

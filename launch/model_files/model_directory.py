@@ -13,7 +13,14 @@ from launch.settings.run_config import RunConfig
 from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
 from storage.model_files.finite_weights import refuse_not_finite
-from storage.model_files.model_reading import AGAIN, lack_of_model, raw_config, refusing
+from storage.model_files.model_reading import (
+    AGAIN,
+    lack_of_model,
+    raw_config,
+    read_tokenizer,
+    refuse_no_template,
+    refusing,
+)
 from storage.model_files.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -68,8 +75,32 @@ def model_directory(path: Path, *, setting: str = "model.path") -> Path:
     `ConfigError` when there is no such model."""
     found = fetched(path, setting) if is_hub_name(path) else path
     if lack := lack_of_model(found):
-        raise ConfigError(f"{setting}: {found} is not a model directory: {lack}; {REMEDY}")
+        remedy = _instead_of_export(found) or REMEDY
+        raise ConfigError(f"{setting}: {found} is not a model directory: {lack}; {remedy}")
     return found
+
+
+def _instead_of_export(path: Path) -> str:
+    """Return what to take in place of the export of a run that has none yet; nothing for another path."""
+    run = path.absolute().parent
+    if path.name != "export" or not (run / "learner.json").is_file():
+        return ""
+    return (
+        f"run {run.name!r} has not ended, and exports its model when it does: until then "
+        f"`launch eval --checkpoint {run}` measures its newest checkpoint"
+    )
+
+
+def lack_of_chat(model: Path) -> str:
+    """Return why nobody can chat with the model in a directory that has a tokenizer, and the remedy; empty
+    where everybody can, or there is no tokenizer."""
+    if not any((model / name).is_file() for name in TOKENIZERS):
+        return ""
+    try:
+        refuse_no_template(read_tokenizer(model), model)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def model_on_disk(path: Path) -> Path:

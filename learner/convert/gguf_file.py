@@ -14,9 +14,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
 from bus.process.work_progress import long_work, tracked
-from learner.convert.written_directory import Converted, filling, refuse_existing, verified_size
+from learner.convert.written_directory import Converted, refuse_existing, verified_size
 from learner.model_directories.lazy_weights import tensor_digest
 from learner.model_directories.model_directory import HFWeights, save_weights
+from storage.disk.atomic_files import filling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,7 +30,6 @@ from learner.convert.written_directory import (
     Converted,
     Digesting,
     checkpoint_to_hf,
-    filling,
     refuse_existing,
     verified_size,
 )
@@ -43,6 +42,7 @@ from learner.model_directories.model_directory import (
     tokenizer_directory,
 )
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
+from storage.disk.atomic_files import filling
 from storage.model_files.families import family_named
 from storage.model_files.model_reading import AGAIN, raw_config, refusing
 from storage.weights.fp8 import Blocks

@@ -11,7 +11,7 @@ import torch
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.process.host_limits import usable_cores
-from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
+from learner.convert.written_directory import Converted, Digesting, refuse_existing, verified_size
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import (
     SHARD_BYTES,
@@ -29,6 +29,7 @@ from learner.model_directories.quantised_weights import (
     blocks_of,
     group_size,
 )
+from storage.disk.atomic_files import filling
 from storage.model_files.model_reading import AGAIN
 from storage.model_files.packed_files import CONFIG, QUANTISATION
 from storage.model_files.weight_files import INDEX_FILE

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bus.errors import ConfigError
-from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
+from learner.convert.written_directory import Converted, Digesting, refuse_existing, verified_size
 from learner.model_directories.model_directory import (
     STORED_DTYPES,
     HFWeights,
@@ -12,6 +12,7 @@ from learner.model_directories.model_directory import (
     save_weights,
 )
 from learner.model_directories.text_model import refuse_other_tensors, text_weights
+from storage.disk.atomic_files import filling
 from storage.model_files.model_reading import raw_config
 
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

@@ -1,7 +1,6 @@
 """Directories of weights that are written tensor by tensor, and appear when all was read back as it was
 written."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ from learner.model_directories.model_directory import (
     tokenizer_directory,
 )
 from storage.disk import checkpoints
-from storage.disk.atomic_files import make_directory, publish, temporary_sibling
-from storage.disk.file_errors import naming, writing
+from storage.disk.atomic_files import filling
 
 
 @dataclass(frozen=True)
@@ -89,21 +87,6 @@ def refuse_existing(target: Path) -> None:
     """Raise `ConfigError` for a directory that is there already."""
     if target.exists():
         raise ConfigError(f"{target} exists already: remove it, or choose another")
-
-
-@contextmanager
-def filling(target: Path) -> Iterator[Path]:
-    """Give a directory to fill; it becomes `target` at the end, or nothing is left of it."""
-    temporary = temporary_sibling(target)
-    make_directory(target.absolute().parent)
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with writing(target), naming(target):
-            temporary.mkdir()
-            yield temporary
-            publish(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def stream_hf_directory(
         shards.append(specs)
         held.clear()
 
-    for name, weight in tracked(weights, f"exporting the model to {path}", tensors):
+    for name, weight in tracked(weights, "exporting the model", tensors):
         if held and sum(one.nbytes for one in held.values()) + weight.nbytes > shard_bytes:
             write()
         held[name] = weight.detach().to("cpu", copy=True).contiguous()

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -47,7 +47,7 @@ from learner.step.rl_step import train_on
 from learner.step.warmup import begin_reinforcement_learning, heldout_figures, warm_up_step
 from storage.account.records import Copy
 from storage.client.reader import ReplayReader
-from storage.disk.file_errors import naming
+from storage.disk.atomic_files import filling
 from storage.images.reader import ImageReader
 from storage.model_files.model_reading import raw_config
 from storage.weights.blob_stores import BlobStore
@@ -247,34 +247,34 @@ class Rank:
 
     async def export(self) -> None:
         """Write the trained model as a Hugging Face directory, tensor by tensor, on rank 0. Adapters are in
-        whole weights there, and alone in a directory of peft's below it."""
-        backend, settings = self._backend, self._settings
+        whole weights there, and alone in a directory of peft's below it. Until all is written, the directory
+        is as it was."""
+        await self.in_thread(self._export)
 
-        def write() -> None:
-            weights, adapters, alone = backend.streamed(), backend.adapters, {}
-            if self._whole is not None:
-                weights = self._whole.streamed(weights)
+    def _export(self) -> None:
+        backend, settings, is_first = self._backend, self._settings, dist.get_rank() == 0
+        weights, adapters, alone = backend.streamed(), backend.adapters, {}
+        if self._whole is not None:
+            weights = self._whole.streamed(weights)
+        with ExitStack() as opened:
             try:
-                if dist.get_rank() == 0:
-                    with naming(settings.export):
-                        stream_hf_directory(
-                            settings.export,
-                            backend.hf_config if self._whole is None else self._whole.config,
-                            weights,
-                            settings.model_directory,
-                            tensors=None if self.adapter_base else self._host.tensors,
-                        )
+                if is_first:
+                    directory = opened.enter_context(filling(settings.export, replaces=True))
+                    stream_hf_directory(
+                        directory,
+                        backend.hf_config if self._whole is None else self._whole.config,
+                        weights,
+                        settings.model_directory,
+                        tensors=None if self.adapter_base else self._host.tensors,
+                    )
             finally:  # even if the disk refuses: the other ranks wait until theirs are taken
                 deque(weights, maxlen=0)
                 if adapters is not None:
                     alone = {name: tensor.cpu().clone() for name, tensor in adapters.streamed()}
-            if adapters is not None and dist.get_rank() == 0:
+            if adapters is not None and is_first:
                 named = settings.model.path if settings.model.from_run is None else None
                 model = str(named or settings.model_directory)
-                with naming(settings.export):
-                    write_adapter(settings.export / SUBDIRECTORY, adapters, alone, model)
-
-        await self.in_thread(write)
+                write_adapter(directory / SUBDIRECTORY, adapters, alone, model)
 
     def text_config(self) -> dict[str, Json] | None:
         """Return the config.json of the text model that is published alone; None where the published weights

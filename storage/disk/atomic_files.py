@@ -56,6 +56,25 @@ def publish(temporary: Path, final: Path) -> None:
         _rename(temporary, final)
 
 
+@contextmanager
+def filling(target: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Give a directory to fill, which becomes `target` at the end, or nothing is left of it.
+
+    Raises `StorageError` when the disk refuses, and when `target` exists, which `replaces` removes then."""
+    temporary = temporary_sibling(target)
+    make_directory(target.absolute().parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with writing(target), naming(target):
+            temporary.mkdir()
+            yield temporary
+            if replaces and target.exists():
+                shutil.rmtree(target)
+            publish(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 Data = bytes | memoryview
 """Bytes in one piece."""
 Content = Iterable[Data]

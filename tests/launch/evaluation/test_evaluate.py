@@ -189,6 +189,24 @@ async def test_model_without_a_chat_template_is_refused_before_anything_is_asked
     assert not out.exists()
 
 
+async def test_an_export_that_its_run_has_not_written_is_refused_with_what_to_take(tmp_path: Path):
+    run = tmp_path / "runs/mine"
+    (run / "export").mkdir(parents=True)
+    data = {"prompts": tmp_path / "sums.jsonl"}
+    config = config_of(tmp_path, model={"path": run / "export"}, data=data, sampling={"max_new_tokens": 8})
+    request = EvaluationRequest(out=tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"it has no config\.json; give a directory in Hugging Face format"):
+        await evaluate(config, asyncio.Event(), request, print)
+    (run / "learner.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=rf"run 'mine' has not ended.* --checkpoint {run}` measures its newest"
+    ):
+        await evaluate(config, asyncio.Event(), request, print)
+    (run / "export/config.json").write_text((directory(tmp_path / "model") / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):  # of an earlier build
+        await evaluate(config, asyncio.Event(), request, print)
+
+
 @pytest.mark.slow
 async def test_directory_and_checkpoint_of_one_model_answer_alike(tmp_path: Path):
     model = directory(tmp_path / "model")

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bus.errors import StorageError
 from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.config.lora import LoraConfig
 from learner.world import rank as of_ranks
@@ -19,8 +20,9 @@ async def test_no_rank_waits_for_adapters_that_rank_0_does_not_take(tmp_path, mo
         yield from streamed(adapters, dtype)
         exhausted.append(dtype)
 
-    def refuse(*_, tensors):
+    def refuse(directory, *_, tensors):
         totals.append(tensors)
+        (directory / "config.json").touch()
         raise OSError("no space left")
 
     monkeypatch.setattr(ChunkAdapters, "_streamed", counted)
@@ -30,7 +32,12 @@ async def test_no_rank_waits_for_adapters_that_rank_0_does_not_take(tmp_path, mo
         own = Rank(trainer, settings(tmp_path, 1), reader=None, demonstrations=None, thread=thread)
         await own.copy_weights()
         exhausted.clear()
-        with pytest.raises(OSError, match="no space left"):
+        export = own._settings.export
+        export.mkdir(parents=True)
+        (export / "of an earlier end").touch()
+        with pytest.raises(StorageError, match=f"cannot write {export}: no space left"):
             await own.export()
+    assert [file.name for file in export.iterdir()] == ["of an earlier end"]
+    assert [file.name for file in export.parent.iterdir()] == [export.name]
     assert len(exhausted) == 2  # once for the merged weights, and once alone
     assert totals == [None]  # what is published are fewer tensors than the model has
