@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from launch.process.log_settings import configure_logging
+
+if TYPE_CHECKING:
+    from learner.convert.written_directory import Converted
 
 convert = App(
     name="convert",
@@ -45,7 +48,7 @@ def hf_to_megatron(source: Path, target: Target) -> None:
     from learner.convert.megatron import hf_to_megatron
 
     configure_logging()
-    print(hf_to_megatron(source, target))  # noqa: T201 - the user's terminal
+    _tell(hf_to_megatron(source, target))
 
 
 @convert.command(usage="Usage: launch convert megatron-to-hf SOURCE TARGET [OPTIONS]")
@@ -64,13 +67,23 @@ def fsdp_to_hf(source: Checkpoint, target: Target, *, model: CopiedModel = None)
     _convert_checkpoint(fsdp_to_hf, source, target, model)
 
 
-def _convert_checkpoint(write: Callable[..., object], source: Path, target: Path, model: Path | None) -> None:
+def _convert_checkpoint(
+    write: "Callable[..., Converted]", source: Path, target: Path, model: Path | None
+) -> None:
     from launch.run_view.source_run import described_by, newest_checkpoint
 
     configure_logging()
     found = newest_checkpoint(source)
     begun_from = described_by(found) if model is None else None
-    print(write(found, target, model, begun_from=begun_from))  # noqa: T201 - the user's terminal
+    _tell(write(found, target, model, begun_from=begun_from))
+
+
+def _tell(converted: "Converted") -> None:
+    from launch.model_files.model_directory import lack_of_chat
+
+    print(converted)  # noqa: T201 - the user's terminal
+    if lack := lack_of_chat(converted.directory):
+        print(f"warning: no prompt can be asked as it is: {lack}")  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert gguf FILE TARGET [OPTIONS]")
@@ -91,7 +104,7 @@ def gguf(file: Path, target: Target, *, dtype: Literal["bfloat16", "float32"] = 
     from learner.convert.gguf_file import convert_gguf
 
     configure_logging()
-    print(convert_gguf(file, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal
+    _tell(convert_gguf(file, target, getattr(torch, dtype)))
 
 
 @convert.command(usage="Usage: launch convert text-model SOURCE TARGET")
@@ -100,7 +113,7 @@ def text_model(source: ModelDirectory, target: Target) -> None:
     from learner.convert.text_directory import convert_text_model
 
     configure_logging()
-    print(convert_text_model(source, target))  # noqa: T201 - the user's terminal
+    _tell(convert_text_model(source, target))
 
 
 @convert.command(usage="Usage: launch convert quantise SOURCE TARGET [OPTIONS]")
@@ -122,7 +135,7 @@ def quantise(
     from learner.convert.quantised_directory import quantise
 
     configure_logging()
-    print(quantise(source, target, to))  # noqa: T201 - the user's terminal
+    _tell(quantise(source, target, to))
 
 
 @convert.command(usage="Usage: launch convert dequantise SOURCE TARGET [OPTIONS]")
@@ -141,4 +154,4 @@ def dequantise(
     from learner.convert.quantised_directory import dequantise
 
     configure_logging()
-    print(dequantise(source, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal
+    _tell(dequantise(source, target, getattr(torch, dtype)))

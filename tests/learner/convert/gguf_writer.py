@@ -38,7 +38,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows, columns)
 
 
-def write(path: Path, state: dict[str, torch.Tensor], *, architecture: str = "llama") -> None:
+def write(
+    path: Path, state: dict[str, torch.Tensor], *, architecture: str = "llama", template: str = TEMPLATE
+) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(2)
     writer.add_context_length(32)
@@ -58,7 +60,8 @@ def write(path: Path, state: dict[str, torch.Tensor], *, architecture: str = "ll
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
-    writer.add_chat_template(TEMPLATE)
+    if template:
+        writer.add_chat_template(template)
     for name, tensor in state.items():
         array = tensor.numpy()
         if array.ndim == 1:

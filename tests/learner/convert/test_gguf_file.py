@@ -14,9 +14,10 @@ from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bus.errors import ConfigError
+from launch.cli import convert_commands
 from learner.convert import gguf_file
 from learner.convert.gguf_file import convert_gguf
-from tests.learner.convert.gguf_writer import CONFIG, Q8, write
+from tests.learner.convert.gguf_writer import CONFIG, Q8, TEMPLATE, write
 
 
 @pytest.fixture
@@ -49,6 +50,22 @@ def test_a_directory_has_the_weights_tokenizer_and_template_of_the_file(tmp_path
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi<|im_end|>"
     assert tokenizer("ab a").input_ids[0] == 258
     assert tokenizer.decode(tokenizer("ab a").input_ids) == "ab a"
+
+
+@pytest.mark.parametrize(
+    ("template", "lack"),
+    [
+        (TEMPLATE, ""),
+        ("", "the tokenizer has no chat template.* chat_template.jinja"),
+        ("nothing", "writes a user's message 'Hello' as 'nothing'.* mend chat_template.jinja"),
+    ],
+)
+def test_a_model_that_nobody_can_chat_with_is_told_with_the_remedy(tmp_path, state, capsys, template, lack):
+    write(tmp_path / "model.gguf", state, template=template)
+    convert_commands.gguf(tmp_path / "model.gguf", tmp_path / "made")
+    written, *warnings = capsys.readouterr().out.splitlines()
+    assert written.startswith(f"wrote {tmp_path}/made: ")
+    assert [bool(re.match(f"warning: .*/made: .*{lack}", one)) for one in warnings] == [True] * bool(lack)
 
 
 def test_files_that_make_no_model_are_refused_and_leave_nothing(tmp_path, state, monkeypatch):
