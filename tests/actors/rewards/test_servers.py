@@ -275,7 +275,7 @@ async def test_an_error_in_a_body_of_status_200_is_repeated_and_not_blamed_on_th
         assert await scorer.scored(answer("odd")) == Scored(0.5, {"judge_score": 5.0})
         assert len(server.bodies) == 4
     async with judge(json({"error": {"code": 400, "message": "too long"}})) as (server, scorer):
-        with pytest.raises(RewardError, match="refused the request, 400: .*too long"):
+        with pytest.raises(RewardError, match=r"refused the request, 400: .*too long"):
             await scorer.score(answer("odd"))
 
 
