@@ -3,11 +3,12 @@
 import asyncio
 import json
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count, takewhile
 from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -180,6 +181,10 @@ log = structlog.get_logger()
 P = ParamSpec("P")
 T = TypeVar("T")
 PROMPTS_REMEMBERED = 512
+SHORT_CHARACTERS = 4000
+"""Characters of a chat that is rendered and encoded at once: a thread takes longer to be asked."""
+SHORT_TOKENS = 256
+"""Tokens of an answer that is read at once."""
 
 
 class Tokenizer(RendersTokens, Protocol):
@@ -219,9 +224,9 @@ class _Prompt:
 
 
 class ChatFormat:
-    """A tokenizer and its chat template. Only one thread renders and encodes, beside the event loop: a
-    group's prompt is encoded once, however many siblings ask for it at the same time. Of a chat that goes on,
-    only the tail is rendered and encoded."""
+    """A tokenizer and its chat template. Only one thread at a time renders and encodes, for what is long one
+    beside the event loop: a group's prompt is encoded once, however many siblings ask for it at the same
+    time. Of a chat that goes on, only the tail is rendered and encoded."""
 
     def __init__(
         self, tokenizer: Tokenizer, tool_calls: str = "auto", images: ImageChat | None = None
@@ -233,6 +238,8 @@ class ChatFormat:
         self._images = images
         self._named = tool_calls
         self._thread = ThreadPoolExecutor(1, "chat-format")
+        self._in_use = threading.Lock()
+        """Held while the tokenizer is used: one of transformers raises where two threads use it."""
         self._prompts: dict[bytes, _Prompt] = {}
         self._tools_unseen = False
 
@@ -289,17 +296,33 @@ class ChatFormat:
     ) -> Context:  # fmt: skip
         """Return a chat as the context of a completion. Raises `MessagesError`."""
         kept = messages if isinstance(messages, FixedMessages) else list(messages)
-        return await self.in_thread(self._context, kept, tools, conversations)
+        at_once = not tools and _is_short(kept)
+        return await self._soon(at_once, self._context, kept, tools, conversations)
 
     async def read(
         self, token_ids: np.ndarray, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
     ) -> tuple[str, ParsedAnswer]:
-        return await self.in_thread(self._read, token_ids.tolist(), in_reasoning, tools or (), number)
+        at_once = len(token_ids) <= SHORT_TOKENS
+        return await self._soon(at_once, self._read, token_ids.tolist(), in_reasoning, tools or (), number)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` where all that may take long runs."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
+
+        def alone() -> T:
+            with self._in_use:
+                return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, alone)
+
+    async def _soon(self, at_once: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` here where it is to be run `at_once` and the thread is idle; else in the thread. So
+        is the first chat, which has the template compiled."""
+        if not (at_once and self._prompts and self._in_use.acquire(blocking=False)):
+            return await self.in_thread(function, *args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._in_use.release()
 
     def closed_by(self, token_ids: np.ndarray, stop_token_ids: Sequence[int]) -> int | None:
         """Return the token by which the policy ended its answer; None where something else ended it."""
@@ -402,3 +425,14 @@ class ChatFormat:
     @cached_property
     def _ends(self) -> TurnEnds:
         return turn_ends(self._tokenizer)
+
+
+def _is_short(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether a chat is of few characters, and of texts alone; what is no message is not short."""
+    left = SHORT_CHARACTERS
+    for message in messages:
+        for text in message.values() if isinstance(message, dict) else (None,):
+            left -= len(text) if isinstance(text, str) else SHORT_CHARACTERS + 1
+        if left < 0:
+            return False
+    return True
