@@ -7,11 +7,12 @@ from itertools import accumulate
 from math import inf, isfinite, prod
 from typing import Literal, NamedTuple
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.agent_rewards import AgentReward
-from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
+from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message, encode
 from bus.config import LEAST_TEMPERATURE
 from bus.errors import SchemaError
 from bus.images import ChangeImages, PlacedImage, check_all_given, check_images, given_everywhere, given_once
@@ -476,6 +477,20 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
         for one in whole.sampled:
             one.check()
         return whole
+
+
+def joined_batches(batches: Sequence[bytes], *, each: int) -> bytes:
+    """Return the `TrajectoryBatch` of the trajectories of several, encoded as they are: each has `each` of
+    them, without images, and nothing else."""
+    before, _, after = encode(TrajectoryBatch(trajectories=())).partition(_list_of(0))
+    begin, end = len(before) + len(_list_of(each)), -len(after)
+    bodies = (batch[begin:end] for batch in batches)
+    return b"".join((before, _list_of(each * len(batches)), *bodies, after))
+
+
+def _list_of(length: int) -> bytes:
+    """Return the bytes before the items of a list of MessagePack."""
+    return bytes(msgpack.packb([None] * length))[: -length or None]
 
 
 def _with_images(trajectories: Sequence[Trajectory], changed: ChangeImages) -> tuple[Trajectory, ...]:

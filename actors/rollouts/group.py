@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
+from typing import NamedTuple
 
 from actors.episodes.episode import AgentTrajectory, Episode, FailedEpisode
 from actors.episodes.sent_trajectories import PlacedPart, trajectories_of
@@ -17,12 +18,30 @@ from bus.errors import SchemaError
 from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
 from bus.requests import GroupStatus
-from bus.trajectory import TrajectoryBatch, refuse_impossible_logprobs
+from bus.trajectory import TrajectoryBatch, joined_batches, refuse_impossible_logprobs
 
 NOTHING = GroupStatus(group_size=0)
 MANY_IMAGES_BYTES = 64 << 20
 """Bytes of images from which siblings are messages of their own, which repeat what they all show: storage
 refuses a message above 512 MiB (bus/streams/message_parts.py)."""
+KEPT_BYTES = 16 << 10
+"""Size of an encoded episode up to which it is kept from its check until it is sent."""
+
+
+class _Checked(NamedTuple):
+    """An episode as the shard will read it."""
+
+    data: bytes
+    batch: TrajectoryBatch
+
+
+class GroupMessage(NamedTuple):
+    """What is sent of a group at once."""
+
+    name: str
+    batch: TrajectoryBatch
+    data: bytes | None
+    """The batch as it was encoded to be checked; None where it is to be encoded again."""
 
 
 @dataclass
@@ -49,6 +68,7 @@ class Group:
     turns_kept_s: float = 0.0
     """When the group's turns were stored last, by the clock of the event loop."""
     _unsent_since: float | None = None
+    _checked: dict[int, _Checked] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -136,6 +156,7 @@ class Group:
         return not self.failures or len(usable) + len(running) >= min(2, self.samples)
 
     def add(self, sample: int, outcome: Episode | FailedEpisode) -> None:
+        self._checked.pop(sample, None)
         if isinstance(outcome, Episode) and self.each not in (None, len(outcome.trajectories)):
             outcome = FailedEpisode(
                 "environment_error",
@@ -154,10 +175,15 @@ class Group:
         """Return why the shard would refuse the episode; None if it would not."""
         self.episodes[sample] = episode
         try:
-            for trajectory in decode(encode(self._batch([sample])), TrajectoryBatch).trajectories:
+            data = encode(self._batch([sample]))
+            batch = decode(data, TrajectoryBatch)
+            for trajectory in batch.trajectories:
                 refuse_impossible_logprobs(trajectory)
         except SchemaError as error:
             return str(error)
+        shows_images = any(trajectory.images for trajectory in batch.trajectories)
+        if self.each is not None and len(data) <= KEPT_BYTES and not shows_images:
+            self._checked[sample] = _Checked(data, batch)
         return None
 
     def rollout(self, sample: int) -> str:
@@ -179,17 +205,26 @@ class Group:
             return None
         return max(0.0, self._unsent_since + share_after_s - asyncio.get_running_loop().time())
 
-    def unsent(self) -> list[tuple[str, TrajectoryBatch]]:
-        """Return what is finished and was not sent yet, as messages with their ids; from now on it counts as
-        sent. The whole group is one message, and a part of it one a sample: each is the same whoever sends
-        it. With routed experts or many images, which are large, each sample is one whose place is known."""
+    def unsent(self) -> list[GroupMessage]:
+        """Return what is finished and was not sent yet; from now on it counts as sent. The whole group is one
+        message, and a part of it one a sample: each is the same whoever sends it. With routed experts or many
+        images, which are large, each sample is one whose place is known."""
         samples = sorted(self.episodes.keys() - self.sent)
         whole = self.each is None or (len(samples) == self.samples and not self._is_large)
         self.sent.update(samples)
         self._unsent_since = None
         if whole:
-            return [(self.lease.group_id, self._batch(samples))]
-        return [(f"{self.lease.group_id}.{sample}", self._batch([sample])) for sample in samples]
+            return [self._message(self.lease.group_id, samples)]
+        return [self._message(self.rollout(sample), [sample]) for sample in samples]
+
+    def _message(self, name: str, samples: list[int]) -> GroupMessage:
+        """Return these episodes as a message, of the bytes that were checked where all of them are kept."""
+        kept = [found for sample in samples if (found := self._checked.pop(sample, None)) is not None]
+        if self.each is None or len(kept) < len(samples):
+            return GroupMessage(name, self._batch(samples), None)
+        trajectories = tuple(chain.from_iterable(one.batch.trajectories for one in kept))
+        data = joined_batches([one.data for one in kept], each=self.each)
+        return GroupMessage(name, TrajectoryBatch(trajectories=trajectories), data)
 
     @property
     def _is_large(self) -> bool:

@@ -9,7 +9,7 @@ import structlog
 import xxhash
 
 from actors.rollouts.account import ActorAccount
-from actors.rollouts.group import NOTHING, Group
+from actors.rollouts.group import NOTHING, Group, GroupMessage
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
@@ -150,13 +150,13 @@ class PolicyLeases:
     async def publish(self, group: Group) -> None:
         shard = shard_of(group.lease.lease_id, self._shards)
         messages = group.unsent()
-        await together(self._publish(shard, name, batch) for name, batch in messages)
-        sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
-        self.counts["trajectories"] += len(sent)
+        await together(self._publish(shard, message) for message in messages)
+        self.counts["trajectories"] += sum(len(message.batch.trajectories) for message in messages)
 
-    async def _publish(self, shard: int, name: str, batch: TrajectoryBatch) -> None:
+    async def _publish(self, shard: int, message: GroupMessage) -> None:
+        name, batch, data = message
         sent = await self.account.sent(batch.trajectories)
-        data = encode(await self._experts.lightened(shard, batch))
+        data = data or encode(await self._experts.lightened(shard, batch))
         ack = await self._publisher.publish(self._bus.subject("trajectories", shard), data, message_id=name)
         await self.account.acknowledged(sent, ack, run=batch.trajectories[0].run)
 

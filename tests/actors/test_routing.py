@@ -186,7 +186,7 @@ def test_experts_travel_in_the_message(tokenizer):
     plain, _ = recorded(tokenizer, turns=1, routed_experts=False)
     group = Group(make_lease(samples=2), 1, "actor")
     group.episodes.update({0: Episode((routed,)), 1: Episode((plain,))})
-    sent = [decode(encode(batch), TrajectoryBatch).trajectories for _, batch in group.unsent()]
+    sent = [decode(encode(batch), TrajectoryBatch).trajectories for _, batch, _ in group.unsent()]
     [first], [second] = sent  # each by itself, for they are large
     assert (first.moe_layers, first.experts_per_token, second.routed_experts) == (1, 2, b"")
     np.testing.assert_array_equal(first.experts, routed.routed_experts)

@@ -52,5 +52,5 @@ async def _rolled_out(
             strand.extend(prompt, finished[0][1], Call(turn, "solver", "default", sampling, True))
         recorded = strand.trajectory(float(sample), turn_rewards={}, reward_components={}, end="completed")
         group.add(sample, Episode((recorded,), metrics={}))
-    batches = [decode(encode(batch), TrajectoryBatch) for _, batch in group.unsent()]
+    batches = [decode(encode(batch), TrajectoryBatch) for _, batch, _ in group.unsent()]
     return [trajectory for batch in batches for trajectory in batch.trajectories]

@@ -181,7 +181,7 @@ async def test_siblings_with_many_images_are_messages_of_their_own(policy, monke
         rollout = policy.fresh(str(sample))
         await rollout.chat([user(image_part(RED)), user(image_part(shown))])
         gathered.add(sample, Episode(rollout.trajectories(1.0)))
-    found = [[len(one.images) for one in batch.whole] for _, batch in gathered.unsent()]
+    found = [[len(one.images) for one in batch.whole] for _, batch, _ in gathered.unsent()]
     assert found == ([[2, 2]] if allowed > len(RED) else [[2], [2]])
 
 

@@ -89,7 +89,7 @@ async def test_a_policy_masks_as_configured_and_the_message_says_so(tokenizer):
         assert recorded.loss_mask.tolist() == [False, False, *mask]
         group = Group(make_lease(0, samples=1), 1, "actor")
         group.add(0, Episode((recorded,)))
-        [(_, batch)] = group.unsent()
+        [(_, batch, _)] = group.unsent()
         [message] = batch.trajectories
         message.check()
         assert message.metadata == expected

@@ -187,7 +187,7 @@ class Episodes:
                 assert parent[:shared].tolist() == t.token_ids[:shared].tolist()
         group = Group(make_lease(0, samples=1), None, "actor")
         group.add(0, Episode(trajectories))
-        for _, batch in group.unsent():
+        for _, batch, _ in group.unsent():
             for message in batch.trajectories:
                 message.check()
 

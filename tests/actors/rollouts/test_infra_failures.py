@@ -89,7 +89,7 @@ async def trained(bus, engine, share, retries):
         group = Group(make_lease(lease_id, samples=SAMPLES, policy_version=4), 1, "tester", 4)
         await worker._gather(group)
         worker._count(group)
-        [(_, batch)] = group.unsent()
+        [(_, batch, _)] = group.unsent()
         groups.append(batch.trajectories)
     advantages = estimate_advantages(GRPOAdvantage(), groups)
     samples = make_step_batch(groups, recorded_samples(groups), advantages, policy_version=4).samples
