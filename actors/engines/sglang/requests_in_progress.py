@@ -85,7 +85,8 @@ class RequestsInProgress:
     def __init__(self, connected: Callable[[], SglangClient]) -> None:
         self._connected = connected
         self._in_progress: dict[str, RequestInProgress] = {}
-        self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
+        own = uuid.uuid4().hex
+        self._rids = (f"{own}-{number:012d}" for number in count())  # none is another's prefix
         self._aborts: set[asyncio.Task[None]] = set()
         self._failed_under: Counter[ServedPolicy] = Counter()
 

@@ -66,6 +66,9 @@ SHORT_S = 30.0
 KEPT_S = 0.5
 """Longest time that a connection lies idle. SGLang closes one after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
 proxy in front of a server perhaps after one second."""
+AT_ONCE_BYTES = 64 << 10
+"""Size of a body up to which it is sent at once. A larger one is sent in pieces, as a file is: in bytes it
+would hold up the loop."""
 STREAM_END_S = 1.0
 """Longest wait for the end of a stream behind a whole answer."""
 OK = 200
@@ -405,9 +408,9 @@ class SglangClient:
         """Yield a response of status 200, whose content may be read within the time that is left."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         sent: Json = {}
-        if body is not None:  # a file is sent in pieces, while a large body in bytes would hold up the loop
+        if body is not None:
             said = body if isinstance(body, bytes) else as_json(body)
-            sent = {"data": io.BytesIO(said), "headers": IS_JSON}
+            sent = {"data": said if len(said) <= AT_ONCE_BYTES else io.BytesIO(said), "headers": IS_JSON}
         session = self._generating if path == "/generate" else self._session
         try:
             async with session.request(method, self.url + path, timeout=timeout, **sent) as response:
@@ -455,6 +458,8 @@ def _for_policy(facts: ServerFacts) -> Json:
 
 async def _to_its_end(response: aiohttp.ClientResponse) -> None:
     """Take what is left of a stream whose answer is whole, without which its connection is not used again."""
+    if response.content.is_eof():
+        return
     with suppress(aiohttp.ClientError, TimeoutError):
         async with asyncio.timeout(STREAM_END_S):
             await response.content.read()

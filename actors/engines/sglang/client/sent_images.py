@@ -100,7 +100,7 @@ def image_fields(request: GenerationRequest, salt: str) -> dict[str, Any]:
     """Return what /generate wants for a request with images: `salt` is another for other weights. Images are
     base64 in bytes, as `as_json` wants them. In the prompt one token stands for each, which the server
     repeats."""
-    tokens = [int(token) for token in _each_once(request.token_ids, request.images)]
+    tokens = list(map(int, _each_once(request.token_ids, request.images)))
     if not request.images:
         return {"input_ids": tokens}
     return {"input_ids": tokens, "image_data": [_salted(image.data, salt) for image in request.images]}
