@@ -139,13 +139,15 @@ class Policy:
             self.leave_untrained(call.number)
             raise
         completion = _completion(text, answer, generation, call, answer_end - len(generation.token_ids))
-        strand.conversation = context.conversation.answered(
+        answered = partial(
+            context.conversation.answered,
             context.chat,
             completion.message,
             text,
             tokens=answer_end,
             closed_by=self._format.closed_by(generation.token_ids, call.sampling.stop_token_ids),
         )
+        strand.go_on(context.conversation, answered)
         return completion
 
     def _begun(self, context: Context) -> tuple["array[int]", tuple[PlacedImage, ...]]:

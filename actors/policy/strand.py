@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,13 +44,28 @@ class Strand:
     policy: str
     fork: Fork | None
     """The earlier strand that its context departs from, if any."""
-    conversation: Conversation | None = None
+    departures: Mapping[str, int] = field(default_factory=dict)
+    """How many messages of its conversation were repeated in another way."""
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """An array, which compares and copies in a moment and has 4 bytes a token: a context of 128k tokens is
     compared and copied in each turn."""
     sampled: list[tuple[int, Call, Generation]] = field(default_factory=list)
     """Completions, where they start and how they were asked for."""
     images: tuple[PlacedImage, ...] = ()
+    _conversation: Conversation | None = None
+    _answered: Callable[[], Conversation] | None = None
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """Return the messages that its tokens came from; None where there are none."""
+        if self._answered is not None:
+            self._conversation, self._answered = self._answered(), None
+        return self._conversation
+
+    def go_on(self, conversation: Conversation, answered: Callable[[], Conversation]) -> None:
+        """Note the conversation that the strand is of. `answered` adds the newest answer to it, and is called
+        when somebody asks: few chats go on."""
+        self.departures, self._answered = conversation.departures, answered
 
     @property
     def routed(self) -> list[np.ndarray]:
@@ -103,7 +118,7 @@ class Strand:
             policy=self.policy,
             fork=self.fork,
             trainable=bool(mask.any()),
-            metadata=dict(self.conversation.departures) if self.conversation else {},
+            metadata=dict(self.departures),
             routed_experts=self._experts(),
             kept=self._kept(),
             kv_versions=self._kv_versions(versions),
@@ -123,6 +138,8 @@ class Strand:
     def _kv_versions(self, policy_versions: np.ndarray) -> np.ndarray | None:
         """Return the oldest versions of keys and values of all tokens; None where no engine kept older ones.
         `policy_versions` are those of all tokens."""
+        if all(generation.kv_versions is None for _, _, generation in self.sampled):
+            return None
         found = policy_versions.copy()
         for start, _, generation in self.sampled:
             if generation.kv_versions is not None:
