@@ -159,7 +159,7 @@ class EnvironmentFailures:
 
     def _judge(self, of: _Failures) -> None:
         """Note since when too many of the latest rollouts fail."""
-        limit, failed = self._limits.fraction, of.failed.total()
+        limit, failed = self._limits.fraction, len(of.recent) - of.recent.count(WORKED)
         if not self._may_be_judged(of):
             return
         if limit is None or failed < limit * len(of.recent):

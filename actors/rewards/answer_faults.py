@@ -1,6 +1,6 @@
 """Tells answers that make a verifier fail, which get the lowest reward, from verifiers that are broken."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ class Failure:
 
 async def judged(
     attempt: Callable[[Given], Awaitable[Score | Exception]], answer: Given, *,
-    controls: Sequence[Given], repeats: Callable[[Exception], bool] = lambda error: True,
+    controls: Iterable[Given], repeats: Callable[[Exception], bool] = lambda error: True,
 ) -> Score | Failure:  # fmt: skip
     """Return what `attempt` gives for `answer`, or how it fails.
 

@@ -324,11 +324,11 @@ class Worker:
 
     async def _episode(self, group: Group, sample: int) -> Episode | FailedEpisode:
         """Return the episode, or why there is none. A failed rollout is repeated as the settings say."""
+        task = self._task(group.lease, sample)
         for repeated in count():
-            outcome = await self._rollout(group, sample)
+            outcome = await self._rollout(group, task)
             trusted = outcome.end in TRUSTED_ENDS
             if trusted or repeated >= self.parts.retries.of(outcome.end) or self._stop.is_set():
-                task = self._task(group.lease, sample)
                 self._policy.contexts.ended(task.task_id)
                 if trusted:
                     self.failures.worked(task, outcome.fault if isinstance(outcome, Episode) else "")
@@ -336,12 +336,11 @@ class Worker:
             self.counts["repeated_episodes"] += 1
         raise AssertionError("count() does not end")
 
-    async def _rollout(self, group: Group, sample: int) -> Episode | FailedEpisode:
+    async def _rollout(self, group: Group, task: Task) -> Episode | FailedEpisode:
         """Return the episode, or why there is none: a failed rollout is data, not a crash."""
         lease, frozen = group.lease, self.parts.further.keys() - group.further.keys()
-        task = self._task(lease, sample)
         while True:
-            self._policy.turns.begin(task.task_id, group.left.pop(sample, ()))
+            self._policy.turns.begin(task.task_id, group.left.pop(task.sample, ()))
             self.rollouts_running += 1
             try:
                 with span("rollout", task=task.task_id) as note:

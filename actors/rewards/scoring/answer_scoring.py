@@ -73,10 +73,12 @@ class AnswerScoring:
         if scored.fault:
             metadata = {**metadata, REWARD_FAULT: scored.fault[:LONGEST_FAULT]}
         recorded = policy.trajectories(scored.reward, end=end, reward_components=scored.components)
-        return Episode(
-            trajectories=tuple(
+        if late or metadata:
+            recorded = tuple(
                 replace(part, reward_due=late, metadata={**part.metadata, **metadata}) for part in recorded
-            ),
+            )
+        return Episode(
+            trajectories=recorded,
             metrics={
                 **({} if late else {"rollout/reward": scored.reward}),
                 FAULT_FRACTION: float(bool(scored.fault)),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from numbers import Real
 from typing import Self, TypeVar, cast
 
@@ -81,7 +82,8 @@ class Scorer:
         """Return the reward of an answer with its parts, or `LATER`; raises RewardError. An answer on which
         the reward fails twice, and not on the label and the newest other answer, has the lowest one. A reward
         that raises a RewardError itself says who is to blame."""
-        others = [control_of(answer), *([] if self._newest is None else [self._newest])]
+        newest = [] if self._newest is None else [self._newest]
+        others = chain(map(control_of, [answer]), newest)  # made where the reward fails
         found: Scored | Late | RewardError | Failure
         if self._lowest is None:
             found = await self.tried(answer)
