@@ -9,8 +9,8 @@ import structlog
 from actors.engines.sglang.in_server.sluice_changes import READY, SOCKETS, short
 
 log = structlog.get_logger()
-PREPARE_S = 30.0
-"""What takes longer goes on in the pause."""
+PREPARE_S = 5.0
+"""What takes longer is given up, and the server reads the changes in the pause."""
 
 
 async def prepared(file: Path) -> None:

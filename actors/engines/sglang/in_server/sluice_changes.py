@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,10 +45,14 @@ CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FILLING = (torch.Tensor.fill_,)
 SOCKETS = "prepare-*.sock"
 """Names, beside a file of changes, of the sockets at which processes of a server prepare such a file."""
-READY = "ready"
-"""Answer of a process that has the changes on its device."""
+READY, GIVEN_UP = "ready", "changes are written meanwhile"
+"""Answers of a process that has the changes on its device, and of one that was to write them before."""
 SPARE_BYTES = 1 << 30
 """What a device has to have free besides what is prepared."""
+SWITCH_S = 2e-5
+"""How long a thread that prepares waits for the interpreter at most. Each of its thousands of calls gives it
+up for a moment, and an idle server, which looks for requests all the time, takes it: with Python's 5 ms a
+server on a GPU prepared for 10 s."""
 LOOK_S = 5.0
 """Seconds after which a thread looks whether its socket is still there."""
 Named = tuple[str, torch.Tensor]
@@ -159,6 +164,8 @@ class _Places:
         self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         """Held while changes are prepared or written."""
+        self._writing = threading.Event()
+        """Set when changes are to be written: what is not prepared by then is not waited for."""
 
     def prepare(self, model: Any, file: Path) -> str:
         """Bring the changes of a file to the device, beside the server's own work; return `READY`, or why
@@ -170,7 +177,7 @@ class _Places:
                 return "the places of no tensor are known"
             if device.type != "cuda":
                 self._prepared = self._read(file, device)
-                return READY
+                return READY if self._prepared else GIVEN_UP
             torch.cuda.set_device(device)
             if (free := _free_bytes(device)) < 2 * file.stat().st_size + SPARE_BYTES:
                 return f"the device has {free:,} bytes free"
@@ -180,12 +187,14 @@ class _Places:
                 prepared = self._read(file, device)
             self._stream.synchronize()
             self._prepared = prepared
-            return READY
+            return READY if prepared else GIVEN_UP
 
     def applied(self, model: Any, file: Path) -> set[str]:
         """Have the model take the file, and return the names of what has a NaN since."""
         device = next(model.parameters()).device
+        self._writing.set()
         with self._lock, torch.no_grad():
+            self._writing.clear()
             tensors = _held(model)
             storages = {name: _address(tensor) for name, tensor in tensors.items()}
             prepared, self._prepared = self._prepared, None
@@ -205,10 +214,16 @@ class _Places:
         log.info("changes were %s", "prepared" if prepared else "not prepared")
         return spoiled
 
-    def _read(self, file: Path, device: torch.device) -> _Prepared:
+    def _read(self, file: Path, device: torch.device) -> _Prepared | None:
+        """Return what a file has, or None where changes are to be written before it is all here."""
         with safe_open(file, "pt") as opened:
             complete = not (_any(_entries(opened, self._is_unknown)) or any(_names_whole(opened)))
-        return _Prepared(file, [*self._writes(file, device)], complete)
+        writes: list[_Write] = []
+        for write in self._writes(file, device):
+            if self._writing.is_set():
+                return None
+            writes.append(write)
+        return _Prepared(file, writes, complete)
 
     def _writes(self, file: Path, device: torch.device) -> Iterator[_Write]:
         """Yield what a file has of tensors whose places are known."""
@@ -551,12 +566,15 @@ class _Listener:
         _listeners.pop(self._address, None)
 
     def _answer(self, file: str) -> str:
-        began = time.perf_counter()
+        began, usual_s = time.perf_counter(), sys.getswitchinterval()
         model = self.model()
+        sys.setswitchinterval(SWITCH_S)
         try:
             answer = READY if model is None else _places_of(model).prepare(model, Path(file))
         except Exception as error:  # noqa: BLE001 - whatever it is: the server writes them unprepared, and goes on
             answer = repr(error)
+        finally:
+            sys.setswitchinterval(usual_s)
         log.info("changes prepared in %.3f s: %s", time.perf_counter() - began, answer)
         return answer
 

@@ -217,7 +217,10 @@ class OwnServer:
     async def start(self) -> SglangClient:
         """Start a process, with arbitrary weights."""
         self._port = port = free_port(HOST)
-        settings = server_settings(self._config, self._model, host=HOST, port=port, first_gpu=self._first_gpu)
+        settings = server_settings(
+            self._config, self._model,
+            host=HOST, port=port, first_gpu=self._first_gpu, ranks_port=free_port(HOST),
+        )  # fmt: skip
         python = interpreter(self._config)
         environment = server_environment(self._config, settings, python)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)

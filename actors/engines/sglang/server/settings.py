@@ -95,11 +95,11 @@ def device_of(given: Settings) -> str:
 
 
 def server_settings(
-    config: SglangEngineConfig, model: Path, *, host: str, port: int, first_gpu: int
+    config: SglangEngineConfig, model: Path, *, host: str, port: int, first_gpu: int, ranks_port: int = 0
 ) -> dict[str, SglangSetting]:
-    """Return every setting of a server for the model in a directory. Raises `ConfigError` for settings that
-    the engine decides or a run suffers from, and for a model without architectures. The `server` table of
-    `config` has the last word."""
+    """Return every setting of a server for the model in a directory, whose ranks meet at `ranks_port`; 0
+    leaves that to SGLang. Raises `ConfigError` for settings that the engine decides or a run suffers from,
+    and for a model without architectures. The `server` table of `config` has the last word."""
     given = chosen(config)
     device = device_of(given)
     refuse_unfit(config, given, device)
@@ -119,6 +119,7 @@ def server_settings(
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
         **(_streaming(config.stream_interval) if config.stream_interval else {}),
         **({"base_gpu_id": base_gpu_id(given, first_gpu)} if device == "cuda" else {}),
+        **_alone(config, given, ranks_port),
         **added(given),
         **given,
         "model_path": str(model),
@@ -129,6 +130,17 @@ def server_settings(
         "weight_version": "-1",
         **_nodes(config),
     }
+
+
+def _alone(config: SglangEngineConfig, given: Settings, ranks_port: int) -> Settings:
+    """Return what suits a server whose ranks all serve the same requests. One with nothing to do then sleeps
+    until there is something, instead of looking all the time, for which it takes a core and its interpreter.
+    Its ranks meet at a port that no other gets: until 0.5.22 SGLang draws an ephemeral one and uses it when
+    all its packages are loaded."""
+    if any(is_on(given.get(name)) for name in ("enable_dp_attention", "attn_dp_size")):
+        return {}  # ranks wait for the one that sleeps
+    has_own_port = ranks_port and config.nodes == 1 and replicas(given) == 1
+    return {"sleep_on_idle": True} | ({"nccl_port": ranks_port} if has_own_port else {})
 
 
 def _nodes(config: SglangEngineConfig) -> Settings:

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -163,7 +165,7 @@ async def test_what_a_model_copies_is_written_without_it_from_then_on(held, devi
         await prepared(file)
         apply(model, file)
         held.keep(state, version)
-        assert same_bits(model.cpu() if version == 4 else model, loaded(state, torch.bfloat16).to(device))
+        assert same_bits(model, loaded(state, torch.bfloat16).to(device))
     assert sorted(by_model) == sorted([*first, *(name for name in "ab" for _ in range(3)), *["scale"] * 3])
 
 
@@ -182,6 +184,47 @@ async def test_what_was_prepared_is_not_read_again(held):
     wanted = Fused(torch.bfloat16)
     wanted.load_weights(third.items())
     assert same_bits(model, wanted)
+
+
+def test_changes_that_are_to_be_written_do_not_wait_for_a_preparation(held, monkeypatch):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = loaded(first, torch.float32)
+    held.keep(first, 0)
+    apply(model, held.write_changes(second := later(first, 0.02)))
+    held.keep(second, 1)
+    file = held.write_changes(third := later(second, 0.02))
+    places, has_begun = sluice_changes._places_of(model), threading.Event()
+    writes = places._writes
+
+    def slow(*given):
+        for write in writes(*given):
+            if not has_begun.is_set():
+                has_begun.set()
+                places._writing.wait(20)
+            yield write
+
+    monkeypatch.setattr(places, "_writes", slow)
+    with ThreadPoolExecutor(1) as thread:
+        preparing = thread.submit(places.prepare, model, file)
+        assert has_begun.wait(20)
+        apply(model, file)
+        assert preparing.result(20) == sluice_changes.GIVEN_UP
+    assert same_bits(model, loaded(third, torch.float32))
+
+
+async def test_a_process_that_prepares_gets_the_interpreter_at_once(held, monkeypatch):
+    torch.manual_seed(0)
+    model = loaded(first := policy(torch.float32), torch.float32)
+    held.keep(first, 0)
+    apply(model, held.write_changes(later(first, 0.02)))
+    seen, usual_s = [], sys.getswitchinterval()
+    monkeypatch.setattr(
+        sluice_changes._Places, "prepare", lambda *_: (seen.append(sys.getswitchinterval()), READY)[1]
+    )
+    await prepared(held.directory / "changes-1.safetensors")
+    assert seen == [pytest.approx(sluice_changes.SWITCH_S)]
+    assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
 def test_a_file_that_was_prepared_in_vain_changes_nothing(held):

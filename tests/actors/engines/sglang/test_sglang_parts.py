@@ -292,6 +292,24 @@ def test_engines_are_told_their_gpus_on_cuda_only(model_dir):
     assert found == {"cuda": 2, "cpu": None}
 
 
+@pytest.mark.parametrize(
+    ("given", "sleeps", "port"),
+    [
+        ({}, True, 9),
+        ({"tp_size": 2}, True, 9),
+        ({"nccl_port": 11, "sleep_on_idle": False}, False, 11),
+        ({"dp_size": 2}, True, None),  # each copy draws one
+        ({"device": "cuda", "dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, None, None),
+    ],
+)
+def test_a_server_that_has_nothing_to_do_sleeps_and_its_ranks_meet_at_a_port_of_their_own(
+    model_dir, given, sleeps, port
+):
+    config = SglangEngineConfig(server={"device": "cpu"} | given)
+    found = server_settings(config, model_dir, host="::1", port=7, first_gpu=0, ranks_port=9)
+    assert (found.get("sleep_on_idle"), found.get("nccl_port")) == (sleeps, port)
+
+
 def test_a_parallel_size_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match=r"server\.tp_size='two' is not a whole number"):
         gpus({"tp_size": "two"})
