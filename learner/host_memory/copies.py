@@ -4,7 +4,7 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
@@ -154,18 +154,18 @@ class StateReaders:
     """What still reads a rank's state, which may not change meanwhile."""
 
     def __init__(self) -> None:
-        self.published: torch.cuda.Event | None = None
-        """Event until which the copy to be published reads weights."""
+        self.published: list[Callable[[], None]] = []
+        """Functions that let the weights change which are being published."""
         self.saved: StateCopies | None = None
         """What a checkpoint copies."""
 
     def settle(self) -> None:
         """Let the state change: at once on the host, on a GPU behind the work it has now."""
-        if self.published is not None:
-            torch.cuda.current_stream().wait_event(self.published)
+        for let_change in self.published:
+            let_change()
         if self.saved is not None:
             self.saved.keep()
-        self.published = self.saved = None
+        self.published, self.saved = [], None
 
 
 class LockedMemory:

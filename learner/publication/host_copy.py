@@ -1,26 +1,28 @@
 """The weights' way from the device to the host: the only part of a publication that training waits for.
 
 Where the ranks share the model, each has some of the tensors on its host (divided_weights.py); else rank 0
-has all."""
+has all. On a CPU they lie there already, and are lent from where they are trained (lent_weights.py)."""
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.contract.backend import Backend, Exported, TrainedAdapters
+from learner.backends.contract.backend import NO_TENSORS, Backend, Exported, TrainedAdapters
 from learner.distributed.process_group import device
 from learner.host_memory.copies import host_memory, host_tensors
 from learner.model_directories.lazy_weights import spec_of
 from learner.publication.announcement import AdapterBase
 from learner.publication.divided_weights import DividedWeights, holders_of
-from learner.publication.whole_model import WholeModel
+from learner.publication.lent_weights import LentWeights
+from learner.publication.whole_model import TensorStream, WholeModel
 from storage.weights.tensors import HostTensor, Weights
 
 SHORT_BYTES = 512 << 20
@@ -31,11 +33,14 @@ class Copied:
     """Weights on their way to the host."""
 
     def __init__(
-        self, tensors: Callable[[], Mapping[str, HostTensor]], done: torch.cuda.Event | None = None
-    ) -> None:
-        """`tensors` returns them, after work for which training does not wait."""
+        self, tensors: Callable[[], Mapping[str, HostTensor]], done: torch.cuda.Event | None = None,
+        lent: LentWeights | None = None,
+    ) -> None:  # fmt: skip
+        """`tensors` returns them, after work for which training does not wait. Those that are not copied are
+        `lent`."""
         self.done = done
         """Says when the device has copied them; `None` when they are here."""
+        self._lent = lent
         self._tensors = tensors
 
     def wait(self) -> Mapping[str, HostTensor]:
@@ -43,6 +48,13 @@ class Copied:
         if self.done is not None:
             self.done.synchronize()
         return self._tensors()
+
+    @property
+    def let_change(self) -> Callable[[], None] | None:
+        """Return what is to be called before the weights change; `None` where they may at once."""
+        if self._lent is not None:
+            return self._lent.let_change
+        return None if self.done is None else partial(_wait_on_device, self.done)
 
     async def arrived(self) -> Mapping[str, HostTensor]:
         """Return the weights as `wait` does, while other work goes on."""
@@ -52,9 +64,8 @@ class Copied:
 class HostCopy:
     """Two sets of host buffers that take turns, each in one piece, page-locked where there is a GPU.
 
-    What `take` returned last stays as it is while the next `take` fills the other set, unless that is to
-    write over it. On a GPU the copies run beside the training that follows: `Copied.done` says when the
-    weights may change again."""
+    What `take` returned last stays as it is while the next `take` fills the other set. On a GPU the copies
+    run beside the training that follows: `Copied.done` says when the weights may change again."""
 
     def __init__(self, dtype: torch.dtype, whole: WholeModel | None = None) -> None:
         """Copy weights as `dtype`, except adapters that have one of their own. With `whole` those of a text
@@ -65,6 +76,8 @@ class HostCopy:
         """Number of weights of the latest `take`."""
         self._dtype = dtype
         self._whole = whole
+        self._unchanging: tuple[TensorStream, dict[str, HostTensor]] = NO_TENSORS, {}
+        """What reads the weights that do not change, and those, beside lent ones."""
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0
         self.divided: DividedWeights | None = None
@@ -72,17 +85,18 @@ class HostCopy:
         self._beside: torch.cuda.Stream | None = None
 
     @torch.no_grad()
-    def take(self, weights: Exported, *, over_last: bool = False) -> Copied:
+    def take(self, weights: Exported, *, lend: bool = False) -> Copied:
         """Copy the weights as the dtypes to publish: one call for all that this rank has whole. Every rank
-        calls this. With `over_last` nobody needs what was copied last, and the memory of the other set goes
-        back to the system."""
+        calls this. With `lend` those that lie here as they are published are not copied: whoever changes them
+        calls `Copied.let_change` before."""
         began = time.perf_counter()
         weights = weights if self._whole is None else self._whole.exported(weights)
-        if over_last:
-            self._sets[1 - self._turn] = None
-        else:
-            self._turn = 1 - self._turn
+        self._turn = 1 - self._turn
         self.tensors = len(weights.shapes)
+        if lend:
+            lent = self._lend(weights)
+            self.seconds = time.perf_counter() - began
+            return lent
         if weights.pieces is not None:
             return self._take_divided(weights, began)
         buffers = self._sets[self._turn]
@@ -104,11 +118,34 @@ class HostCopy:
         self.seconds = time.perf_counter() - began
         return Copied(partial(divided.arrived, turn))
 
-    @property
-    def can_overwrite(self) -> bool:
-        """Tell whether `take` can write over what it copied last. Page-locked memory, which is slow to have
-        again, and memory of weights that ranks divide are kept."""
-        return device().type == "cpu" and self.divided is None
+    def _lend(self, weights: Exported) -> Copied:
+        """Lend what lies here as it is published, and copy the rest into memory that later versions do not
+        take."""
+        if self._unchanging[0] != weights.unchanging:
+            read = {name: self._published(weights, name, tensor) for name, tensor in weights.unchanging()}
+            self._unchanging = weights.unchanging, host_tensors(read)
+        unchanging = self._unchanging[1]
+        views = {
+            name: view.view(weights.shapes[name])
+            for name, view in weights.here.items()
+            if view.is_contiguous() and view.dtype == weights.exact.get(name, self._dtype)
+        }
+        apart = {
+            name: shape
+            for name, shape in weights.shapes.items()
+            if name not in views and name not in unchanging
+        }
+        copies = _Buffers(apart, self._dtype, weights.exact)
+        here = {name: view for name, view in weights.here.items() if name in apart}
+        copies.fill(replace(weights, here=here, unchanging=NO_TENSORS))
+        lent = LentWeights(host_tensors(views), copies.words)
+        found = {**unchanging, **lent.tensors}
+        tensors = {name: found[name] for name in weights.shapes}
+        return Copied(lambda: tensors, lent=lent)
+
+    def _published(self, weights: Exported, name: str, tensor: Tensor) -> Tensor:
+        wanted = tensor.to(weights.exact.get(name, self._dtype), copy=True)
+        return wanted.contiguous().view(weights.shapes[name])
 
     def adapter_base(self, adapters: TrainedAdapters | None) -> AdapterBase | None:
         """Return what published adapters belong to; None where whole weights are published."""
@@ -131,21 +168,20 @@ class HostCopy:
         return torch.cuda.stream(self._beside)
 
 
-async def copy_weights(
-    host: HostCopy, backend: Backend, thread: Executor, *, over_last: bool = False
-) -> Copied:
+async def copy_weights(host: HostCopy, backend: Backend, thread: Executor) -> Copied:
     """Begin to copy the backend's weights as `take` does, while no other work of torch is under way. Every
     rank calls this. Returns when training may go on, on `thread`, where torch works."""
     alone_on_cpu = device().type == "cpu" and dist.get_world_size() == 1
     if alone_on_cpu and backend.size_bytes <= SHORT_BYTES:
-        return _copy(host, backend, over_last)
-    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, backend, over_last)
+        return _copy(host, backend)
+    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, backend)
 
 
-def _copy(host: HostCopy, backend: Backend, over_last: bool) -> Copied:
-    copied = host.take(backend.exported(), over_last=over_last)
-    if copied.done is not None:
-        backend.keep_until(copied.done)
+def _copy(host: HostCopy, backend: Backend) -> Copied:
+    lend = device().type == "cpu" and dist.get_world_size() == 1
+    copied = host.take(backend.exported(), lend=lend)
+    if copied.let_change is not None:
+        backend.before_change(copied.let_change)
     return copied
 
 
@@ -178,6 +214,10 @@ class _Buffers:
             for name, tensor in weights.unchanging():
                 self.tensors[name].copy_(tensor)
             self._unchanging = weights.unchanging
+
+
+def _wait_on_device(done: torch.cuda.Event) -> None:
+    torch.cuda.current_stream().wait_event(done)
 
 
 def _recorded() -> torch.cuda.Event:

@@ -31,6 +31,7 @@ from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
 from learner.publication.announcement import AdapterBase, Announcement, blobs_of
 from learner.publication.kept_versions import KeptVersions, file_content, put_kept
+from learner.publication.lent_weights import lent_among
 from learner.publication.rank_tensors import OtherRanks
 from learner.publication.snapshot_writer import SnapshotWriter
 from learner.publication.tensor_encoder import TensorEncoder, Tensors
@@ -106,8 +107,6 @@ class WeightPublisher:
         self._model: BlobRef | None = None
         self._weights: Weights | None = None
         """The weights announced last, which are the base of the next delta."""
-        self._overwritten = False
-        """Whether the next version takes their memory."""
         self._whole_before = 0
         """Version up to which, itself not included, no delta is made."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
@@ -131,18 +130,8 @@ class WeightPublisher:
 
     def announced(self) -> Weights | None:
         """Return the weights announced last; their tensors stay as they are until others are announced. None
-        where the next version takes their memory."""
-        return None if self._overwritten else self._weights
-
-    async def free_announced(self, policy_version: int) -> bool:
-        """Let the weights of this version be written over those announced last, if it is published whole and
-        no snapshot is being written; return whether they may be. The same version has the same weights."""
-        async with self._one:
-            base = self._weights
-            if base is None or policy_version == base.policy_version:
-                return base is not None
-            self._overwritten = self._is_whole(policy_version) and not self._snapshots.busy
-            return self._overwritten
+        where training has changed them since."""
+        return self._weights if self._weights is not None and _kept(self._weights) else None
 
     async def start(
         self, model: Path, *, dtype: str | None = None, config: Mapping[str, Json] | None = None
@@ -178,6 +167,7 @@ class WeightPublisher:
             await self.kept_written()  # each takes the memory of all weights until it is written
         async with self._one:
             began = time.perf_counter()
+            lent = lent_among(tensors)
             tensors = await self._in_format(tensors, policy_version)
             self._why_unchanged = why_unchanged
             announcement = Announcement(policy_version, stage, trains_from, probe, is_trained, ess_fraction)
@@ -192,6 +182,10 @@ class WeightPublisher:
             if self._kept.lack(policy_version):
                 await self._begin_kept()
             await self._retire()
+            if lent is not None:
+                if not self._is_whole(policy_version + 1):
+                    await asyncio.to_thread(lent.keep)  # the next delta is made from them
+                lent.end_reading()
             return manifest
 
     async def snapshots_written(self) -> None:
@@ -246,8 +240,6 @@ class WeightPublisher:
             base_again = wanted.lacks_base and self._forget_damaged_base()
             if manifest is None or (0 <= wanted.policy_version < manifest.snapshot_at and not base_again):
                 return  # there is a snapshot that they have not tried
-            if self._overwritten:
-                return  # the next version comes with a snapshot
             intact = await self._mended()
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._set_policy(manifest)
@@ -295,6 +287,8 @@ class WeightPublisher:
         if base is None or before is None:
             return None
         again = announcement.policy_version == base.policy_version
+        if again and lent_among(base.tensors) is not None:
+            return await self._again(base, before, tensors, announcement)
         if not again and self._is_whole(announcement.policy_version):
             return None
         delta, rest = await self._encoded(base, tensors, announcement.policy_version)
@@ -316,6 +310,20 @@ class WeightPublisher:
             delta.weights, announcement, before.snapshot_blobs, before.snapshot_at, deltas
         )
 
+    async def _again(
+        self, base: Weights, before: PolicyManifest, tensors: Tensors, announcement: Announcement
+    ) -> PolicyManifest:
+        """Announce the version once more: what it was read from may have changed, but its digests stay."""
+        digests = await asyncio.to_thread(self._encoder.digests, tensors)
+        if digests != base.digests:
+            raise ValueError(f"version {announcement.policy_version} was published with other weights")
+        weights = Weights(base.policy_version, tensors, digests)
+        self._note_unchanged(base.policy_version, unchanged=False)
+        self._note(weights, (), 0)
+        return await self._announce(
+            weights, announcement, before.snapshot_blobs, before.snapshot_at, before.deltas
+        )
+
     def _is_whole(self, policy_version: int) -> bool:
         """Tell whether no delta of a new version is tried."""
         return self._config.snapshot_every == 1 or policy_version < self._whole_before
@@ -334,6 +342,8 @@ class WeightPublisher:
         if self._snapshots.busy:
             return
         weights = self._announced_weights()
+        if not await asyncio.to_thread(_kept, weights):
+            return  # training has changed them: the next version comes with a snapshot
         version, others = weights.policy_version, self._others
         tokens = self._incarnation, version, SNAPSHOT
 
@@ -382,6 +392,7 @@ class WeightPublisher:
     async def _begin_kept(self) -> None:
         """Write a version that is to stay beside what comes next; a failure ends the learner."""
         weights, others = self._announced_weights(), self._others
+        await asyncio.to_thread(_kept, weights)
         version, ranks = weights.policy_version, self._ranks
         tokens, directory = (self._incarnation, version, KEPT), await self._kept.begin(version)
 
@@ -447,7 +458,6 @@ class WeightPublisher:
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
-        self._overwritten = False
         await self._set_policy(manifest)
         await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
         return manifest
@@ -603,3 +613,9 @@ class WeightPublisher:
             "weights/sent_fraction": sent_words / max(1, weights.words),
             **self._snapshots.figures(),
         }
+
+
+def _kept(weights: Weights) -> bool:
+    """Give weights that are lent memory of their own; tell whether they are still there."""
+    lent = lent_among(weights.tensors)
+    return lent is None or lent.keep()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from learner.config.publication import PublicationConfig
+from learner.publication.lent_weights import lent_among, owned
 from storage.weights.deltas import EncodedTensors, encode_tensors
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import Kind, quantised, quantised_kinds
@@ -31,8 +32,12 @@ class TensorEncoder:
         difference."""
         if self.format is None:
             return tensors
+        lent = lent_among(tensors)
+        if lent is not None:
+            lent.keep()  # each tensor is read several times
         with ThreadPoolExecutor(self.threads, "quantise") as threads:
-            return quantised(tensors, self.format, threads)
+            found = quantised(tensors, self.format, threads)
+        return {name: owned(tensor) for name, tensor in found.items()}
 
     def kinds(self, kinds: Mapping[str, Kind]) -> Mapping[str, Kind]:
         """Return the kinds of what `in_format` makes of tensors of these."""

@@ -374,10 +374,7 @@ class Learner:
             # engines may use the first version of a stage for long, and only a scored one ends an alarm
             needed = result is None or bool(self._policy_alarm.text)
             probe = await self._probes.scored(lambda: self._world.call(Rank.score_probe), needed=needed)
-        over_last = False
-        if self._world.rank.can_overwrite_copy and not self._broadcaster.has_engines:
-            over_last = await self._weights.free_announced(self.progress.policy_version)
-        copied = await self._world.call(Rank.copy_weights, over_last=over_last)
+        copied = await self._world.call(Rank.copy_weights)
         self._announce(copied, probe, result, why)
 
     def _announce(

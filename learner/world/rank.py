@@ -285,16 +285,14 @@ class Rank:
         config: dict[str, Json] = json.loads(self.hf_config.to_json_string())
         return config
 
-    async def copy_weights(self, *, over_last: bool = False) -> Copied:
+    async def copy_weights(self) -> Copied:
         """Return the weights on their way to the ranks' hosts, to be published. They stay until the copy
-        after the next, or until the next one that may be written over them."""
+        after the next, or until nobody needs them."""
         copying: Future[Copied] = Future()
         if dist.get_rank() > 0:
             self._tensors.begin(copying)
         try:
-            copied = await translated(
-                copy_weights(self._host, self._backend, self._thread, over_last=over_last)
-            )
+            copied = await translated(copy_weights(self._host, self._backend, self._thread))
         except BaseException as error:
             copying.set_exception(error)  # rank 0 may wait for them already
             raise
@@ -333,10 +331,6 @@ class Rank:
     def adapter_base(self) -> AdapterBase | None:
         """Return what published adapters belong to; None where whole weights are published."""
         return self._host.adapter_base(self._backend.adapters)
-
-    @property
-    def can_overwrite_copy(self) -> bool:
-        return self._host.can_overwrite
 
     @property
     def copy_s(self) -> float:

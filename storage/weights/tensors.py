@@ -68,10 +68,14 @@ class HostTensor:
 
     @property
     def parts(self) -> int:
-        return part_count(len(self.words), self.words.itemsize)
+        return part_count(self.count, ITEM_BYTES[self.dtype])
 
     def part(self, number: int) -> Words:
         return self.words[place_of(number, len(self.words), self.words.itemsize)]
+
+    def pieces(self) -> Iterator[Data]:
+        """Yield the bytes as they are in turn."""
+        yield self.words.data
 
     def same_kind(self, other: "HostTensor") -> bool:
         return self.dtype == other.dtype and self.shape == other.shape
@@ -112,8 +116,8 @@ class Weights:
         cls, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
     ) -> "Weights":
         """Take the digest of every tensor."""
-        parts = [tensor.part(number) for tensor in tensors.values() for number in range(tensor.parts)]
-        found = in_order(threads, part_digest, parts)
+        parts = [(tensor, number) for tensor in tensors.values() for number in range(tensor.parts)]
+        found = in_order(threads, lambda part: part_digest(part[0].part(part[1])), parts)
         digests = {name: whole_digest(list(islice(found, tensor.parts))) for name, tensor in tensors.items()}
         return cls(policy_version, tensors, digests)
 
@@ -223,11 +227,24 @@ def laid_out(
     return struct.pack("<Q", len(text)) + text, places
 
 
-def snapshot_content(weights: Weights) -> Sequence[Data]:
-    """Return the tensors as the content of a safetensors file, where they lie."""
+@dataclass(frozen=True)
+class SnapshotContent:
+    """All tensors of a version as the content of a safetensors file, read where they lie."""
+
+    beginning: bytes
+    tensors: Sequence[HostTensor]
+    """Tensors of this process, in the order of the file."""
+
+    def __iter__(self) -> Iterator[Data]:
+        yield self.beginning
+        for tensor in self.tensors:
+            yield from tensor.pieces()
+
+
+def snapshot_content(weights: Weights) -> SnapshotContent:
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
-    return [beginning, *(weights.tensors[name].words.data for name in places)]
+    return SnapshotContent(beginning, [weights.tensors[name] for name in places])
 
 
 def read_snapshot(

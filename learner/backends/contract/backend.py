@@ -315,8 +315,9 @@ class Backend(Protocol):
         """Return the tensors to publish, to copy them at once; every rank takes its part. These are the
         weights, or with `learner.lora.publish=adapter` the adapters by peft's names."""
 
-    def keep_until(self, read: torch.cuda.Event) -> None:
-        """Have the device change no weight before `read`; the host does not wait."""
+    def before_change(self, let_change: Callable[[], None]) -> None:
+        """Call this once before any weight of those exported last changes, even for a while. On a GPU it has
+        the device wait, and the host does not."""
 
     @property
     def size_bytes(self) -> int:

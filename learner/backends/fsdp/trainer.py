@@ -1,6 +1,6 @@
 """The `Backend` of any causal language model of transformers, sharded by torch's FSDP2."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -265,8 +265,8 @@ class FsdpTrainer:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for copies to the host that still read the state, and forget what a pass left gathered: the
-        next pass gathers what has changed."""
+        """Let the state change: wait for what still reads it, and forget what a pass left gathered: the next
+        pass gathers what has changed."""
         self._readers.settle()
         self.model.forget_gathered()
 
@@ -280,7 +280,7 @@ class FsdpTrainer:
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
-        self._settle()
+        self.model.forget_gathered()
         yield from self._streamed(self._tensors)
 
     def _streamed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -288,7 +288,7 @@ class FsdpTrainer:
         return weights if self._adapters is None else self._adapters.merged(weights, self.dtype)
 
     def exported(self) -> Exported:
-        self._settle()
+        self.model.forget_gathered()
         adapters = self._adapters
         if adapters is not None and adapters.config.publish == "adapter":
             return adapters.exported(self.dtype)
@@ -323,8 +323,8 @@ class FsdpTrainer:
     def size_bytes(self) -> int:
         return sum(local(tensor).nbytes for tensor in self._tensors.values())
 
-    def keep_until(self, read: torch.cuda.Event) -> None:
-        self._readers.published = read
+    def before_change(self, let_change: Callable[[], None]) -> None:
+        self._readers.published.append(let_change)
 
     # --- checkpoints ---
 
@@ -355,7 +355,7 @@ class FsdpTrainer:
     def stage_checkpoint(self, directory: Path) -> checkpoint.StagedShards:
         """Begin to copy weights, optimizer, random generators and own frozen policies, to be written there.
         Of a model with adapters these alone are copied."""
-        self._settle()
+        self.model.forget_gathered()
         entries = self._saved()
         staged = checkpoint.stage(entries, directory, self._checkpoint_buffers)
         self._readers.saved = staged.copies

@@ -145,7 +145,7 @@ for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"
 def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers) -> StagedWrites:
     """Begin to copy the state of `trainer` to the host. Every rank calls this."""
     install_in_process_writer()
-    trainer.settle_parameters()
+    trainer.finish_gathering()
     request = dist_checkpointing.save(
         _sharded_state(trainer, trainer.frozen.own, is_loading=False),
         str(directory),
@@ -157,7 +157,7 @@ def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers) -> St
 
 def saved_tensors(trainer: "Trainer") -> list[Tensor]:
     """Return the tensors that `stage_state` copies. Every rank calls this."""
-    trainer.settle_parameters()
+    trainer.finish_gathering()
     state = _sharded_state(trainer, trainer.frozen.own, is_loading=False)
     sharded, _ = save_preprocess(state, validate_access_integrity=False)
     entries = [entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)]

@@ -1,6 +1,6 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -170,7 +170,7 @@ class Trainer:
         objective = self.counts.objective(loss)
         if self.head is not None:
             if self.parallel.pipeline > 1:
-                self._finish_gathering()
+                self.finish_gathering()
             self.head.begin()
             micro_batches = [with_following_tokens(batch) for batch in micro_batches]
         learns = None if self.head is None else self.head.learn
@@ -237,12 +237,12 @@ class Trainer:
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
-        self.settle_parameters()
+        self.finish_gathering()
         weights = self._export.stream()
         return weights if self.lora is None else self.lora.merged(weights)
 
     def exported(self) -> Exported:
-        self.settle_parameters()
+        self.finish_gathering()
         if self.lora is None:
             return self._export.views()
         if self.lora.config.publish == "adapter":
@@ -261,8 +261,8 @@ class Trainer:
         policy: int = sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
         return policy + (0 if self.head is None else self.head.size_bytes)
 
-    def keep_until(self, read: torch.cuda.Event) -> None:
-        self._readers.published = read
+    def before_change(self, let_change: Callable[[], None]) -> None:
+        self._readers.published.append(let_change)
 
     def _live(self) -> Weights:
         self.settle_parameters()
@@ -290,12 +290,13 @@ class Trainer:
             yield
 
     def settle_parameters(self) -> None:
-        """Finish what still reads or writes the parameters: a copy to the host, and the gathering of updated
-        ones, which otherwise goes on until the next forward pass."""
+        """Finish what still reads or writes the parameters, before they change: a publication, a checkpoint,
+        and the gathering of updated ones, which otherwise goes on until the next forward pass."""
         self._readers.settle()
-        self._finish_gathering()
+        self.finish_gathering()
 
-    def _finish_gathering(self) -> None:
+    def finish_gathering(self) -> None:
+        """Finish what still writes the parameters, for who only reads them."""
         if self.parallel.overlap_param_gather:
             for chunk in self.ddp:
                 chunk.start_param_sync(force_sync=True)

@@ -114,7 +114,7 @@ def test_a_copy_beside_the_next_step_has_the_weights_that_are_not_rounded(backen
     trainer.compute_with(Rounding(FORMATS["fp8_block"], torch.bfloat16))
     expected = host_tensors({name: tensor.cpu() for name, tensor in trainer.export().items()})
     copied = HostCopy(torch.bfloat16).take(trainer.exported())
-    trainer.keep_until(copied.done)
+    trainer.before_change(copied.let_change)
     trainer.train_step(pack(random_samples(LENGTHS), 40), TIS, policy_version=0)
     copied.done.synchronize()
     for name, tensor in copied.wait().items():

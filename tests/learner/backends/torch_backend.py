@@ -1,7 +1,7 @@
 """A second backend: transformers and AdamW on the CPU, written from the formulas, whole logits and all."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from learner.backends.contract.frozen_policies import FrozenPolicies
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
-from learner.host_memory.copies import StateCopies
+from learner.host_memory.copies import StateCopies, StateReaders
 from learner.model_directories.checkpoint_manifest import file_digest
 from tests.learner.reference import reference_optimizer
 
@@ -33,11 +33,16 @@ class TorchBackend:
     ) -> None:  # fmt: skip
         self.hf_config = hf_config
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
+        self._readers = StateReaders()
         self.model.get_input_embeddings().padding_idx = None  # drawn rollouts hold it: it has a gradient too
         self._load(hf_config, state)
         self.critic, self.adapters = None, None
-        self.frozen = FrozenPolicies(lambda: [dict(self.model.named_parameters())], load=self._load)
+        self.frozen = FrozenPolicies(self._live, load=self._load)
         self.set_optimizer(optimizer)
+
+    def _live(self) -> list[dict[str, Tensor]]:
+        self._readers.settle()
+        return [dict(self.model.named_parameters())]
 
     def _load(self, _: PretrainedConfig, state: Mapping[str, Tensor]) -> None:
         _, unexpected = self.model.load_state_dict(dict(state.items()), strict=False)
@@ -52,6 +57,7 @@ class TorchBackend:
         self.optimizer = reference_optimizer(self.model, config)
 
     def lent_weights(self):
+        self._readers.settle()
         return nullcontext({name: each.data for name, each in self.model.named_parameters()})
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -93,6 +99,7 @@ class TorchBackend:
         assert math.isfinite(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._readers.settle()
         self.optimizer.step()
         self.updates_done += 1
         diagnostics = {"entropy_nats": entropies / computed} if computed else {}
@@ -125,8 +132,8 @@ class TorchBackend:
         weights = self._weights()
         return Exported({name: tuple(t.shape) for name, t in weights.items()}, weights, _nothing)
 
-    def keep_until(self, read: torch.cuda.Event) -> None:
-        raise AssertionError("there is no device")
+    def before_change(self, let_change: Callable[[], None]) -> None:
+        self._readers.published.append(let_change)
 
     @property
     def size_bytes(self) -> int:

@@ -4,6 +4,7 @@ import threading
 
 from bus.errors import BusError
 from storage.weights.blob_files import FileBlobs
+from storage.weights.tensors import SnapshotContent
 
 TIMEOUT_S = 60
 
@@ -18,7 +19,7 @@ class SlowDisk(FileBlobs):
     async def put(self, content, *tokens, refuses=""):
         if refuses in tokens:
             raise BusError("refused")
-        beside = not isinstance(content, list)
+        beside = not isinstance(content, list | SnapshotContent)
         return await super().put(self._slowly(content) if beside else content, *tokens)
 
     def _slowly(self, content):

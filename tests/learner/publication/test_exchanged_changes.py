@@ -48,8 +48,8 @@ def test_no_rank_receives_more_at_a_time_than_is_compared_however_many_send_to_i
 class FailingCopy(HostCopy):
     """Fails on rank 1, when rank 0 has its part."""
 
-    def take(self, weights: Exported, *, over_last: bool = False) -> Copied:
-        copied = super().take(weights, over_last=over_last)
+    def take(self, weights: Exported, *, lend: bool = False) -> Copied:
+        copied = super().take(weights, lend=lend)
         if dist.get_rank() == 1:
             raise MemoryError("no memory on rank 1")
         return copied

@@ -2,6 +2,7 @@
 
 import asyncio
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from mmap import PAGESIZE
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bus.errors import StorageError
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.optimizer import OptimizerConfig
@@ -17,7 +20,12 @@ from learner.data.packing import pack
 from learner.host_memory.copies import host_memory, host_tensors, page_bytes
 from learner.publication import host_copy
 from learner.publication.host_copy import HostCopy, copy_weights
+from learner.publication.lent_weights import lent_among
+from storage.weights.tensors import Weights, snapshot_content
+from tests.learner.backends.torch_backend import TorchBackend
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
+
+NORM = "model.norm.weight"
 
 
 def trainer_of(family="qwen3", *, tied=False, dtype=torch.float32):
@@ -25,13 +33,13 @@ def trainer_of(family="qwen3", *, tied=False, dtype=torch.float32):
     return Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2), dtype=dtype)
 
 
-def taken(host, trainer, **over):
-    return asyncio.run(arrived(host, trainer, **over))
+def taken(host, trainer):
+    return asyncio.run(arrived(host, trainer))
 
 
-async def arrived(host, trainer, **over):
+async def arrived(host, trainer):
     with ThreadPoolExecutor(1) as thread:
-        return await (await copy_weights(host, trainer, thread, **over)).arrived()
+        return await (await copy_weights(host, trainer, thread)).arrived()
 
 
 def same(found, state):
@@ -79,37 +87,101 @@ def test_the_bias_by_which_experts_are_chosen_is_published_as_it_is(dtype, lora)
         assert trainer.adapters.exact == {name: torch.float32}
 
 
+def copied_at_once(host, trainer):
+    return host.take(trainer.exported()).wait()
+
+
 def test_copies_take_turns_and_convert():
     trainer, host = trainer_of(), HostCopy(torch.bfloat16)
-    first = taken(host, trainer)
+    first = copied_at_once(host, trainer)
     before = {name: weight.bfloat16() for name, weight in trainer.export().items()}
     train(trainer)
-    second = taken(host, trainer)
+    second = copied_at_once(host, trainer)
     assert same(first, before)
     assert same(second, {name: weight.bfloat16() for name, weight in trainer.export().items()})
     assert not same(second, before)
-    assert taken(host, trainer) is first
+    assert copied_at_once(host, trainer) is first
 
 
-def test_a_copy_over_the_last_one_gives_the_memory_of_the_other_back():
-    trainer, host = trainer_of(), HostCopy(torch.float32)
-    old = weakref.ref(next(iter(taken(host, trainer).values())).words)
-    last = taken(host, trainer)
+BACKENDS = [Trainer, FsdpTrainer, TorchBackend]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lent_weights_stay_as_long_as_they_are_read_and_then_go(backend, dtype):
+    model = tiny_model()
+    trainer = backend(model.config, hf_state(model), OptimizerConfig(lr=1e-2), dtype=torch.float32)
+    host = HostCopy(dtype)
+    for read in (True, False):
+        before = {name: weight.to(dtype) for name, weight in trainer.export().items()}
+        found = taken(host, trainer)
+        lent, old = lent_among(found), weakref.ref(lent_among(found).tensors[NORM].place)
+        if not read:
+            lent.end_reading()
+        assert same(found, before)
+        deque(trainer.streamed(), maxlen=0)  # the export and a checkpoint change nothing
+        assert same(found, before)
+        train(trainer)
+        if read:
+            assert same(found, before)
+            assert lent.keep()
+        else:
+            assert not lent.keep()
+            assert dtype == torch.float32 or old() is None, "copies go with the views"
+            with pytest.raises(StorageError, match="trained further"):
+                found[NORM].part(0)
+        assert same(taken(host, trainer), {n: weight.to(dtype) for n, weight in trainer.export().items()})
+
+
+def test_weights_on_a_cpu_are_published_from_where_they_lie():
+    """All but queries, keys and values, which Megatron has in one piece."""
+    trainer = trainer_of()
+    mine = {parameter.data_ptr() for parameter in trainer.chunks[0].parameters()}
+    found = lent_among(taken(HostCopy(torch.float32), trainer)).tensors
+    copied = {name for name, tensor in found.items() if tensor.is_copy}
+    assert copied == {name for name in found if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    assert found[NORM].place.ctypes.data in mine
+
+
+def test_weights_that_are_kept_stay_when_their_publication_ends():
+    trainer = trainer_of()
+    before, found = trainer.export(), taken(HostCopy(torch.float32), trainer)
+    lent = lent_among(found)
+    lent.end_reading()
+    assert lent.keep()
     train(trainer)
-    assert host.can_overwrite
-    assert taken(host, trainer, over_last=True) is last
-    assert same(last, trainer.export())
-    assert old() is None
-    assert taken(host, trainer) is not last
+    assert same(found, before)
+
+
+def test_each_of_several_publications_of_the_same_weights_keeps_them():
+    trainer, host = trainer_of(), HostCopy(torch.float32)
+    before = trainer.export()
+    found = [taken(host, trainer) for _ in range(2)]
+    train(trainer)
+    assert all(same(one, before) for one in found)
+
+
+def test_pieces_that_were_read_stay_when_the_weights_change():
+    trainer = trainer_of()
+    before, found = host_tensors(trainer.export()), taken(HostCopy(torch.float32), trainer)
+    content = snapshot_content(Weights(0, found, {}))
+    pieces = [bytes(piece) for piece in content]
+    held = [found[name].part(0) for name in found]
+    lent_among(found).end_reading()
+    train(trainer)
+    assert pieces == [
+        bytes(memoryview(piece).cast("B")) for piece in snapshot_content(Weights(0, before, {}))
+    ]
+    assert all(np.array_equal(held, before[name].words) for name, held in zip(found, held, strict=True))
 
 
 def test_training_waits_for_one_call_of_torch():
     """Names, dictionaries and a split of queries, keys and values cost as much as a third of the copy."""
     trainer, host = trainer_of(), HostCopy(torch.bfloat16)
     for _ in range(2):
-        taken(host, trainer)
+        copied_at_once(host, trainer)
     with Operations() as operations:
-        taken(host, trainer)
+        copied_at_once(host, trainer)
     assert operations.names == ["_foreach_copy_"]
 
 

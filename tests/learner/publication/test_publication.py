@@ -3,6 +3,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,11 +16,12 @@ from learner.config.publication import PublicationConfig
 from learner.host_memory.copies import host_tensors
 from learner.publication import publisher as publishing
 from learner.publication import snapshot_writer
+from learner.publication.lent_weights import LentWeights
 from learner.publication.publisher import WeightPublisher
 from learner.publication.rank_tensors import StoredSnapshot
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
-from storage.weights.tensors import snapshot_content
+from storage.weights.tensors import Weights, snapshot_content
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 60
@@ -442,27 +444,60 @@ async def test_a_snapshot_of_which_nothing_is_gone_is_not_stored_again_at_once(b
         await wish(bus, "one", 1, timeout_s=0.3)
 
 
-async def test_weights_that_the_next_version_is_written_over_are_given_to_nobody(bus, served, tmp_path):
-    await publish(served, 0)
-    assert not await served.free_announced(1), "the delta to version 1 is made from them"
+def lent(version):
+    """Return weights that are lent, and what is called before they change."""
+    found = LentWeights(host_tensors(state(version)), {})
+    return found.tensors, found.let_change
+
+
+async def test_lent_weights_are_given_to_who_asks_until_training_changes_them(bus, served, tmp_path):
     whole = make(bus, snapshot_every=1)
     await whole.start(tmp_path)
-    assert not await whole.free_announced(0), "nothing is announced"
-    tensors = host_tensors(state(0))
+    tensors, let_change = lent(0)
     await whole.publish(tensors, policy_version=0, stage="rl", trains_from=0)
-    assert await whole.free_announced(0), "the same version has the same weights"
-    assert whole.announced().policy_version == 0
-    assert await whole.free_announced(1)
+    let_change()
     assert whole.announced() is None
     before = whole.latest
     await whole._answer(SnapshotWanted(incarnation="one", policy_version=0, reason="a test"))
     await whole.snapshots_written()
     assert whole.latest is before
-    tensors["a"].words[:] = host_tensors(state(1))["a"].words
+    tensors, let_change = lent(1)
     manifest = await whole.publish(tensors, policy_version=1, stage="rl", trains_from=0)
     assert same(await fetch_state(Blobs(bus), manifest), state(1))
     assert not whole.alarm
-    assert whole.announced().policy_version == 1
+    found = whole.announced()
+    let_change()
+    assert whole.announced() is found
+    assert found.digest() == Weights.of(1, host_tensors(state(1))).digest()
+    assert np.array_equal(found.tensors["a"].words, host_tensors(state(1))["a"].words)
+
+
+async def test_deltas_and_snapshots_beside_them_are_made_of_lent_weights_as_they_were(bus, served):
+    """The memory that they were lent from has other numbers then."""
+    for version in range(4):
+        views = host_tensors(state(version))
+        weights = LentWeights(views, {})
+        manifest = await served.publish(weights.tensors, policy_version=version, stage="rl", trains_from=0)
+        weights.let_change()
+        for view in views.values():
+            view.words[:] = 0
+        assert same(await fetch_state(Blobs(bus), manifest), state(version))
+    assert manifest.deltas
+    await served._answer(SnapshotWanted(incarnation="one", policy_version=3, reason="a test"))
+    await served.snapshots_written()
+    assert same(await fetch_state(Blobs(bus), served.latest), state(3))
+
+
+async def test_a_lent_version_is_announced_once_more_though_its_memory_has_changed(bus, tmp_path):
+    whole = make(bus, snapshot_every=1)
+    await whole.start(tmp_path)
+    tensors, let_change = lent(0)
+    first = await whole.publish(tensors, policy_version=0, stage="rl", trains_from=0)
+    let_change()
+    again = await whole.publish(lent(0)[0], policy_version=0, stage="done", trains_from=0)
+    assert again == replace(first, stage="done")
+    with pytest.raises(ValueError, match="other weights"):
+        await whole.publish(lent(1)[0], policy_version=0, stage="done", trains_from=0)
 
 
 async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
