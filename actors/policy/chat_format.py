@@ -361,8 +361,18 @@ class ChatFormat:
         ends, closed_by = self._ends, boundary.closed_by
         if closed_by is not None and closed_by == ends.last != ends.history and tail[:1] == [ends.history]:
             return boundary.tokens - 1, tail
-        ended = closed_by is not None and tail[:1] in ([closed_by], [ends.history])
-        return boundary.tokens, tail[1:] if ended else tail
+        ended = 0 if closed_by is None else self._through_end(tail, (closed_by, ends.history))
+        return boundary.tokens, tail[ended:]
+
+    def _through_end(self, tail: list[int], marks: tuple[int | None, ...]) -> int:
+        """Return how many tokens of a tail end the turn: a mark, and the space that templates such as that of
+        Apriel write before it. 0 where the tail does not begin so."""
+        for number, token in enumerate(tail, 1):
+            if token in marks:
+                return number
+            if not self.decode([token], skip_special_tokens=False).isspace():
+                break
+        return 0
 
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], shown: ShownImages) -> _Prompt:
         key = digest([messages, tools])

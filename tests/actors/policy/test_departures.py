@@ -45,6 +45,22 @@ async def called(policy: Policy, tools=TOOLS) -> list[dict]:
     return [ONE, first.message, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}]
 
 
+@pytest.mark.parametrize("written", ["a<|im_end|>", "a\n<|im_end|>", "a\n \n<|im_end|>"])
+async def test_an_answer_ends_once_where_the_template_writes_space_before_its_end(written):
+    """Apriel and Laguna write so; what the policy wrote before its end stands as it is."""
+    template = QWEN3.replace("THINK", "false").replace(
+        "{{ calls(message) }}{{ '<|im_end|>\\n' }}", "{{ calls(message) }}{{ '\\n<|im_end|>\\n' }}"
+    )
+    assert template.count("'\\n<|im_end|>\\n'") == 1
+    policy = scripted(written, written, tokenizer=tokenizer_of(template, "<|im_end|>"))
+    first = await policy.chat([ONE])
+    await policy.chat([ONE, first.message, TWO])
+    [trajectory] = policy.trajectories(0.0)
+    asked = ["<|im_start|>user\none<|im_end|>\n", "\n<|im_start|>user\ntwo<|im_end|>\n"]
+    begun = "<|im_start|>assistant\n"
+    assert text_of(trajectory) == f"{asked[0]}{begun}{written}{asked[1]}{begun}{written}"
+
+
 async def test_messages_that_are_written_otherwise_are_healed_and_counted():
     policy = scripted(CALL, "3<|im_end|>", "3<|im_end|>")
     _, answer, tool = await called(policy)
