@@ -130,4 +130,10 @@ def sound(request: GenerationRequest, generation: Generation) -> Generation:
         )
     if (generation.token_ids < 0).any():
         raise EngineError(f"{request.request_id}: a token id is {generation.token_ids.min()}")
+    ends = np.flatnonzero(np.isin(generation.token_ids[:-1], request.sampling.stop_token_ids))
+    if len(ends):
+        raise EngineError(
+            f"{request.request_id}: the answer goes on behind token {ends[0]} of {lengths[0]}, "
+            f"{generation.token_ids[ends[0]]}, by which it was to end: does the engine ignore stop tokens?"
+        )
     return generation

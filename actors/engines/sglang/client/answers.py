@@ -209,9 +209,12 @@ def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) 
     """Return the version of each token: exact spans where the server reports them, else its one version.
     Raises `OtherWeightsError` for weights of another process."""
     whole: list[dict[str, Any]] = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
-    versions = np.full(length, -1, np.int32)
+    versions, ended = np.full(length, -1, np.int32), 0
     for span in meta.get("weight_versions") or whole:
-        versions[span["start"] : span["end"]] = version_of(span["version"])
+        start, end = span["start"], span["end"]
+        if start != ended or end < start:
+            raise EngineError(f"{_name(request)}: its spans of versions do not follow one another: {meta}")
+        versions[start:end], ended = version_of(span["version"]), end
     if (versions < 0).any():
         raise EngineError(f"{_name(request)}: some of its tokens are of no version: {meta}")
     return versions

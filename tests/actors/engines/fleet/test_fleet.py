@@ -6,13 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from actors.engines.base import Generation
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.fleet.pending_request import sound
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError
 from tests.actors.engines.fleet.virtual_fleet import Yard, is_right, virtual
 from tests.actors.paced_engine import chain
+from tests.actors.tiny import request
 
 
 @virtual
@@ -309,3 +312,14 @@ async def test_busy_time_is_that_of_engines_with_a_request_and_outlives_them():
         await asyncio.sleep(50)
         await yard.fleet.leave("e0")
         assert yard.fleet.busy_s == before
+
+
+@pytest.mark.parametrize(("stops", "token"), [((7,), 1), ((9, 8), 2), ((6, 9), 0)])
+def test_an_answer_that_goes_on_behind_its_end_is_no_generation(stops, token):
+    """A server that ignores stop tokens writes the user's next turn too."""
+    drawn = Generation(
+        np.array([6, 7, 8, 9], np.int32), np.full(4, -1.0, np.float32), np.zeros(4, np.int32), "length"
+    )
+    with pytest.raises(EngineError, match=f"goes on behind token {token} of 4, {6 + token}, by which"):
+        sound(request("r", [1], new=4, stop_token_ids=stops), drawn)
+    assert sound(request("r", [1], new=4, stop_token_ids=(9,)), drawn) is drawn

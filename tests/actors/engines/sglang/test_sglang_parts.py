@@ -26,6 +26,11 @@ from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import answer
 from tests.actors.tiny import request
 
+
+def span(version: int, start: int, end: int) -> dict[str, object]:
+    return {"version": weights_label(version), "start": start, "end": end}
+
+
 NOT_SGLANGS = "the answer is not one of SGLang's"
 
 
@@ -63,6 +68,9 @@ def test_without_spans_all_tokens_are_of_the_one_version():
             "of other tokens than those returned: token 1 of 3 is 6, and the log-prob is of 9",
         ),
         ({"weight_versions": [{"version": weights_label(3), "start": 0, "end": 2}]}, "of no version"),
+        ({"weight_versions": [span(3, 0, 3), span(4, 2, 3)]}, "do not follow one another"),
+        ({"weight_versions": [span(4, -1, 3)]}, "do not follow one another"),
+        ({"weight_versions": [span(3, 0, 2), span(4, 2, 0), span(4, 0, 3)]}, "do not follow one another"),
         ({"weight_versions": [{"version": weights_label(2**31), "start": 0, "end": 3}]}, NOT_SGLANGS),
         ({"weight_versions": [{"start": 0, "end": 3}]}, NOT_SGLANGS),
         ({"weight_versions": {"version": "3"}}, NOT_SGLANGS),
