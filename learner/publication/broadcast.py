@@ -257,6 +257,7 @@ class Broadcaster:
             "device": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu",
             "device_bytes": self._device_bytes,
             "timeout_s": self._timeout_s,
+            "connect_s": CONNECT_S,
         }
         process = await _SenderProcess.start(order)
         try:

@@ -41,12 +41,14 @@ def main() -> NoReturn:
 
     From then on do what is told: `prepare` what `SharedCopy.where` describes, or `send` it, and say when that
     is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, `device_bytes`
-    of it for weights that are not sent yet, and `timeout_s`, which bounds every wait for the other ranks."""
+    of it for weights that are not sent yet, `timeout_s`, which bounds every wait for the other ranks, and
+    `connect_s`, for which ranks of a learner that was killed are met."""
     global _output
     _output = _own_output()
     order = json.loads(sys.argv[1])
     asked: queue.SimpleQueue[Line] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
+    joined = threading.Event()
+    threading.Thread(target=_listen, args=(asked, joined, order["connect_s"]), daemon=True).start()
     try:
         timeout = timedelta(seconds=order["timeout_s"])
         store = TCPStore(
@@ -58,6 +60,7 @@ def main() -> NoReturn:
         source = Source(order["device"], order["device_bytes"])
         _obey(asked.get(), source, None)  # what to send first, before anybody waits for us
         group = _join(store, order, timeout)
+        joined.set()
         _say(joined=True)
         while True:
             _obey(asked.get(), source, group)
@@ -69,10 +72,13 @@ def main() -> NoReturn:
     os._exit(1)  # no clean-up: it would wait for the others
 
 
-def _listen(asked: "queue.SimpleQueue[Line]") -> None:
+def _listen(asked: "queue.SimpleQueue[Line]", joined: threading.Event, connect_s: float) -> None:
     for line in sys.stdin:
         asked.put(json.loads(line))
-    os._exit(0)  # the learner is gone, or wants us gone
+    # The learner was killed: it kills us where it wants us gone. Engines that it has just offered this group
+    # hear of the group's end once they are in it. Else they would look for us until their own time limit.
+    joined.wait(connect_s)
+    os._exit(0)
 
 
 def _own_output() -> int:

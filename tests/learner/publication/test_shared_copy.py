@@ -1,5 +1,6 @@
 """Copies of weights that other processes map, and the sender's side of them."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from bus.weight_requests import BroadcastWanted
 from learner.host_memory.copies import host_tensors
 from learner.publication import broadcast_process as sender
 from learner.publication import shared_copy
-from learner.publication.broadcast import SPARES, Broadcaster
+from learner.publication.broadcast import SPARES, START_S, Broadcaster, _SenderProcess
 from learner.publication.broadcast_process import KEPT, LEFT_BYTES, Source
 from learner.publication.shared_copy import ALIGNED, Memory, SharedCopy
 from storage.weights.tensors import RemoteTensor, Weights
+from tests.actors.gloo_rank import GlooRank
 
 STATE = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -178,6 +180,30 @@ def test_a_sender_keeps_the_memory_it_used_last():
     for copy in [*copies[:-1], copies[0], copies[-1]]:
         source.prepare(copy.where())
     assert list(source._mapped) == [first, later[-1]]
+
+
+@pytest.mark.slow
+async def test_an_engine_that_meets_the_sender_of_a_killed_learner_hears_of_the_end():
+    order = {
+        "group": "mine", "world_size": 2, "backend": "gloo", "device": "cpu", "device_bytes": 0,
+        "timeout_s": 60.0, "connect_s": 60.0,
+    }  # fmt: skip
+    process, copy = await _SenderProcess.start(order), SharedCopy(weights())
+    try:
+        port = (await process.says("port", START_S))["port"]
+        await process.prepares(copy)
+        process._process.stdin.close()  # as the system does with those of a process that was killed
+        process._process.stdout._transport.close()
+        body = {"group_name": "mine", "world_size": 2, "rank_offset": 1}
+        met = {**body, "master_address": "127.0.0.1", "master_port": port}
+        rank = await asyncio.to_thread(GlooRank, met)
+        async with asyncio.timeout(60):
+            assert await process._process.wait() == 0
+        asked = {"names": ["c"], "dtypes": ["float32"], "shapes": [[]]}
+        with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
+            await asyncio.to_thread(rank.receive, asked)
+    finally:
+        await process.end()
 
 
 @pytest.mark.slow
