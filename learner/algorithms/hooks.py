@@ -135,7 +135,7 @@ def _called(kind: str, hook: HookConfig, *args: object, **offered: object) -> An
         result = function(*args, **plugin.settings, **{name: offered[name] for name in wanted})
         if inspect.isawaitable(result):
             return asyncio.run(_within(result, hook.timeout_s))  # torch's thread has no event loop of its own
-    except TimeoutError as error:
+    except _HangsError as error:
         raise TrainingError(
             f"{what} took longer than {hook.timeout_s:g} s: see what it waits for, or raise "
             f"learner.{kind}.timeout_s"
@@ -145,6 +145,15 @@ def _called(kind: str, hook: HookConfig, *args: object, **offered: object) -> An
     return result
 
 
+class _HangsError(Exception):
+    """The function of a hook took longer than its time limit."""
+
+
 async def _within(result: Awaitable[T], timeout_s: float) -> T:
-    async with asyncio.timeout(timeout_s):
-        return await result
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await result
+    except TimeoutError as error:
+        if limit.expired():
+            raise _HangsError from error
+        raise  # the function's own

@@ -106,12 +106,12 @@ class PickedPrompts:
             return
         draw, asked_for = self._draw(count), self._data.latest
         self.waits_for = f"waiting for data.sampler {self._name!r} to choose {count} prompts"
-        choosing = in_daemon_thread(lambda: self._choice(draw), "sampler")
         try:
-            chosen = await unless(stop, asyncio.wait_for(choosing, CHOOSING_S))
-        except TimeoutError as error:
-            raise ConfigError(f"sampler {self._name!r} took longer than {CHOOSING_S:g} s") from error
+            async with asyncio.timeout(CHOOSING_S) as limit:
+                chosen = await unless(stop, in_daemon_thread(lambda: self._choice(draw), "sampler"))
         except Exception as error:  # a user's function may raise anything
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise ConfigError(f"sampler {self._name!r} took longer than {CHOOSING_S:g} s") from error
             raise ConfigError(with_traceback(f"sampler {self._name!r} raised {error!r}", error)) from error
         self.waits_for = ""
         # indices of prompts that others have replaced meanwhile mean nothing: the dispatcher asks again

@@ -16,6 +16,10 @@ Outcome = object
 """Return value of the function, or the exception that it raised."""
 
 
+class CallHangsError(TimeoutError):
+    """A call took longer than its time limit; a `TimeoutError` of the function's own says nothing of that."""
+
+
 class BoundedCalls(Generic[Argument]):
     """Calls one function of one argument, within a time.
 
@@ -40,7 +44,7 @@ class BoundedCalls(Generic[Argument]):
         """How long calls take, their wait for a thread included; without those that run inline."""
 
     async def call(self, argument: Argument) -> Outcome:
-        """Return what the function does, an exception as a value; `TimeoutError` for a call that hangs."""
+        """Return what the function does, an exception as a value; `CallHangsError` for a call that hangs."""
         if self._inline:
             return _call(self._function, argument)
         with self.times.timed():
@@ -49,13 +53,13 @@ class BoundedCalls(Generic[Argument]):
     async def _await(self, argument: Argument) -> Outcome:
         function = cast(Callable[[Argument], Awaitable[object]], self._function)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 return await function(argument)
         # A user's function may raise anything; the caller raises it again as its own error with this cause.
         except (*RAISED, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            return _as_outcome(error)
+            return CallHangsError() if limit.expired() else _as_outcome(error)
 
     async def _in_thread(self, argument: Argument) -> Outcome:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -82,7 +86,7 @@ async def _run_in_thread(
     function: Callable[[Argument], object], arguments: Sequence[Argument], timeout_s: float | None
 ) -> list[Outcome]:
     """Call the function with each argument in order in a new daemon thread. Returns the outcomes. If a call
-    takes longer than `timeout_s`, the list ends there with TimeoutError."""
+    takes longer than `timeout_s`, the list ends there with CallHangsError."""
     loop, ended, outcomes = asyncio.get_running_loop(), asyncio.Event(), list[Outcome]()
     abandoned = threading.Event()
 
@@ -103,7 +107,7 @@ async def _run_in_thread(
             return outcomes
         if len(outcomes) == before:  # still the same call as one timeout ago
             abandoned.set()
-            return [*outcomes[:before], TimeoutError()]
+            return [*outcomes[:before], CallHangsError()]
 
 
 def _call(function: Callable[[Argument], object], argument: Argument) -> Outcome:

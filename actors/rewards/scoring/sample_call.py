@@ -16,6 +16,7 @@ import structlog
 from actors.episodes.task import Answer
 from actors.rewards.base import InvalidRewardError, RewardError
 from actors.rewards.endpoint import TransientError
+from actors.rewards.scoring.bounded_calls import CallHangsError
 from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig
 from bus.errors import TRACEBACK_CHARACTERS, ConfigError, with_traceback
@@ -95,7 +96,7 @@ async def _refuse_no_reward(scorer: Scorer, answer: Answer) -> None:
 
 
 def _with_traceback(error: BaseException) -> str:
-    return str(error) if isinstance(error.__cause__, TimeoutError) else with_traceback(str(error), error)
+    return str(error) if isinstance(error.__cause__, CallHangsError) else with_traceback(str(error), error)
 
 
 async def _told_by_another_process(call: SampleCall) -> str:

@@ -23,7 +23,7 @@ from actors.rewards.base import (
     UnscoredError,
 )
 from actors.rewards.builtin.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
-from actors.rewards.scoring.bounded_calls import BoundedCalls
+from actors.rewards.scoring.bounded_calls import BoundedCalls, CallHangsError
 from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.rewards import SAMPLE_TEXT, RewardConfig
 from bus.errors import nearest
@@ -136,7 +136,7 @@ def _is_to_blame(failure: Failure, newest: object) -> bool:
     others need: while nothing else was scored, and `newest` is None, nothing says that one is there."""
     cause = failure.error.__cause__
     # that of a call which hangs is no sign of the host
-    of_host = is_of_host(cause) and not isinstance(cause, TimeoutError)
+    of_host = is_of_host(cause) and not isinstance(cause, CallHangsError)
     return failure.broken is None and not (newest is None and of_host)
 
 
@@ -302,7 +302,7 @@ def checked(
         return Scored(_number(outcome.reward, where), fault=str(outcome))
     if isinstance(outcome, RewardError):
         raise outcome
-    if isinstance(outcome, TimeoutError):
+    if isinstance(outcome, CallHangsError):
         raise RewardError(f"{where}: no result within {timeout_s} s") from outcome
     if isinstance(outcome, Exception):
         raise RewardError(f"{where} raised {outcome!r}") from outcome

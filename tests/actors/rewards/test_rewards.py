@@ -186,6 +186,19 @@ async def test_async_rewards_are_awaited_and_time_out():
         await scorer.score(answer("hang"))
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_time_limit_of_a_rewards_own_is_told_as_what_it_raised(is_async):
+    def times_out(given):
+        raise TimeoutError("its server is away")
+
+    async def awaits(given):
+        times_out(given)
+
+    scorer = Scorer("mine", timeout_s=60, reward=awaits if is_async else times_out)
+    with pytest.raises(RewardError, match=r"raised TimeoutError\('its server is away'\)"):
+        await scorer.score(answer("a"))
+
+
 async def test_an_object_may_be_an_async_reward():
     class Judge:
         async def __call__(self, given):

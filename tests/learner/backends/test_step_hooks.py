@@ -56,6 +56,14 @@ async def never(groups):
     await asyncio.Event().wait()
 
 
+async def times_out(groups):
+    times_out_at_once(groups)
+
+
+def times_out_at_once(groups):
+    raise TimeoutError("its server is away")
+
+
 def slower_and_slower(step, groups, optimizer):
     return optimizer.model_copy(update={"lr": optimizer.lr / step}) if step > 1 else None
 
@@ -99,6 +107,8 @@ def test_an_async_function_is_waited_for_and_may_ask_for_sums_over_ranks():
         (one_too_few, ConfigError, r"returned \[1, 1\] rewards for groups of \[2, 2\]"),
         (not_a_number, ConfigError, "the reward nan"),
         (never, TrainingError, r"took longer than 1 s"),
+        (times_out, ConfigError, r"raised TimeoutError\('its server is away'\)"),
+        (times_out_at_once, ConfigError, r"raised TimeoutError\('its server is away'\)"),
     ],
 )
 def test_what_a_reward_function_must_not_do_ends_the_learner_with_its_name(function, error, why):

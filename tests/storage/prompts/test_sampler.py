@@ -77,6 +77,10 @@ def hangs_before_it_yields(draw: Draw) -> Iterator[int]:
     yield asyncio.run(asyncio.sleep(3600))
 
 
+def times_out(draw: Draw) -> list[int]:
+    raise TimeoutError("its server is away")
+
+
 def exits(draw: Draw) -> list[int]:
     raise SystemExit(3)
 
@@ -194,6 +198,7 @@ async def test_prompts_are_chosen_as_late_as_can_be(tmp_path):
         (keeps_a_set, r"what is no JSON in draw\.state"),
         (hangs, r"took longer than 0\.01 s"),
         (hangs_before_it_yields, r"took longer than 0\.01 s"),
+        (times_out, r"(?s)times_out' raised TimeoutError\('its server is away'\)"),
         (exits, r"exits' raised .*SystemExit\(3\)"),
     ],
 )
