@@ -1,6 +1,7 @@
 """Reads the configuration and the tokenizer of a model directory by transformers, and refuses those that it
 cannot read, or that nobody could build, in one line: both may be files of anybody's."""
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from bus.errors import ConfigError, SluiceError
+from bus.errors import ConfigError, SluiceError, system_errors
 from storage.model_files.families import refuse_older_transformers
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ AGAIN = "download the directory again, or name another by model.path"
 GREETING = "Hello"
 LONGEST_REASON = 300
 """Characters of a library's error that a refusal shows."""
+HOSTS_NUMBERS = frozenset((
+    errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ESTALE,
+))  # fmt: skip
+"""Numbers of the system's errors that are the host's, whatever is read."""
 _IMPORTING = Lock()
 """Held for the first import of transformers, which fails in a second thread meanwhile: a process that keeps
 the runs of several policies checks their prompts at the same time."""
@@ -55,16 +60,28 @@ def raw_config(directory: Path) -> dict[str, Any]:
 @contextmanager
 def refusing(what: str, remedy: str) -> Iterator[None]:
     """Turn whatever a library raises inside into a `ConfigError` of one line: what cannot be done, what the
-    library says, and the remedy. Our own errors pass."""
+    library says, and the remedy. Our own errors pass, and those of a host that has nothing left, such as
+    memory or descriptors: they say nothing of what is read."""
     try:
         yield
     except SluiceError:
         raise
     except Exception as error:
+        if _is_of_host(error):
+            raise
         said = " ".join(str(error).split())[:LONGEST_REASON]
         if not said or isinstance(error, ArithmeticError | AssertionError | LookupError | TypeError):
             said = f"{type(error).__name__} {said}".rstrip()  # such texts name a key, or nothing of the file
         raise ConfigError(f"{what}: {said}: {remedy}") from error
+
+
+def _is_of_host(error: BaseException | None) -> bool:
+    while error is not None:
+        numbers = [error.errno] if isinstance(error, OSError) else []
+        if isinstance(error, MemoryError) or HOSTS_NUMBERS.intersection([*numbers, *system_errors(error)]):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def lack_of_model(directory: Path) -> str:

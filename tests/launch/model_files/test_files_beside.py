@@ -1,5 +1,8 @@
 """Files of published directories beside a model's weights: which go along with it, and which are nobody's."""
 
+import os
+import resource
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError, EngineError
 from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import copy_tokenizer, load_hf_config
+from storage.model_files.model_reading import read_config, read_tokenizer
 from storage.model_files.packed_files import bundle, unbundle
 from tests.learner.tiny import hf_state, tiny_model
 
@@ -103,3 +107,20 @@ def test_weights_in_whatever_format_are_not_packed_with_the_small_files(tmp_path
     assert bundle(tmp_path).names == (
         "chat_template.jinja", "config.json", "spiece.model", "tokenizer.json", "vocab.txt",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("read", [read_config, read_tokenizer])
+def test_a_host_without_descriptors_is_not_blamed_on_the_files(tmp_path: Path, read):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    read(tmp_path)  # what it imports is there
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as lowest:  # noqa: PTH123 - its number is what counts
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno(), most))
+        try:
+            with pytest.raises(Exception) as raised:  # noqa: PT011 - libraries raise their own
+                read(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+    assert not isinstance(raised.value, ConfigError)
+    assert "Too many open files" in "".join(traceback.format_exception(raised.value))
