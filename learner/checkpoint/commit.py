@@ -66,12 +66,18 @@ class PendingCheckpoint:
         return self._writing.done()
 
     def _write(self, temporary: Path, after: "PendingCheckpoint | None") -> dict[str, str]:
-        if after is not None:
-            with naming(self._final.parent):
-                after.old_removed()
-        began = time.perf_counter()
-        digests = _written(self._staged, temporary, self._final)
-        self.seconds |= {"write": time.perf_counter() - began, "copy": self._staged.copies.copied_s}
+        copies = self._staged.copies
+        try:
+            if after is not None:
+                with naming(self._final.parent):
+                    after.old_removed()
+            began = time.perf_counter()
+            digests = _written(self._staged, temporary, self._final)
+        finally:
+            copies.end()  # an update waits for what is left
+        self.seconds |= {
+            "write": time.perf_counter() - began, "copy": copies.copied_s, "held_up": copies.held_up_s,
+        }  # fmt: skip
         return digests
 
     def finish(self) -> None:

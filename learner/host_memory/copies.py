@@ -25,6 +25,10 @@ PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 LOCKED_BYTES = 256 << 20
 """So much is locked at a time beside training: other calls of CUDA have to wait for each."""
 LOCKING_THREADS = 4
+LEFT_BYTES = 256 << 20
+"""So much of a state on a CPU is copied at once when it is to change, without waiting for the disk."""
+LEFT_TIMEOUT_S = 60.0
+"""After so long a wait for a disk the rest is copied, however much it is."""
 LOCKING_TIMEOUT_S = 600.0
 """Locking takes a second for some gigabytes; one that is not done by then has failed."""
 
@@ -101,8 +105,8 @@ class StateCopies:
     """Copies of tensors, which may change after `keep`.
 
     Those on a GPU are copied beside its further work. Those on the host are copied when their turn to be
-    written comes, or else by `keep`: one checkpoint takes little memory where the disk is faster than a step.
-    """
+    written comes, or else by `keep`, which on a CPU first waits until little is left: a checkpoint takes no
+    second state's memory, and the disk is mostly faster than a step."""
 
     def __init__(
         self, tensors: Sequence[Tensor], copied: Sequence[Tensor | None], arrived: torch.cuda.Event | None, *,
@@ -112,12 +116,14 @@ class StateCopies:
         began at the event `begun`."""
         self.waited_s = waited_s
         """Seconds that training has waited for page-locked memory."""
+        self.held_up_s = 0.0
+        """Seconds for which an update of the weights has waited until little was left to copy."""
         self._begun = begun
         self._sources = tensors if arrived is not None else ()  # the device reads them: nobody may free them
         self._copies = list(copied)
         self._waiting = {n: tensor for n, tensor in enumerate(tensors) if copied[n] is None}
         self._arrived = arrived
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
 
     @property
     def copied_s(self) -> float:
@@ -132,11 +138,12 @@ class StateCopies:
         if self._arrived is not None:
             self._arrived.synchronize()
             self._sources = ()
-        with self._lock:
+        with self._change:
             tensor = self._waiting.pop(number, None)
             copy, self._copies[number] = self._copies[number], None
             if copy is None and tensor is not None:
                 copy = tensor.clone()
+            self._change.notify_all()
         assert copy is not None, f"copy {number} is taken twice"
         return copy
 
@@ -144,10 +151,23 @@ class StateCopies:
         """Let the tensors change: at once on the host, on a GPU behind the work it has now."""
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
-        with self._lock:
+        with self._change:
+            if self._arrived is None:
+                began = time.perf_counter()
+                self._change.wait_for(self._little_is_left, LEFT_TIMEOUT_S)
+                self.held_up_s += time.perf_counter() - began
             for number, tensor in self._waiting.items():
                 self._copies[number] = tensor.clone()
             self._waiting = {}
+
+    def end(self) -> None:
+        """Forget what nobody has taken: it is not to be written."""
+        with self._change:
+            self._waiting = {}
+            self._change.notify_all()
+
+    def _little_is_left(self) -> bool:
+        return sum(tensor.nbytes for tensor in self._waiting.values()) <= LEFT_BYTES
 
 
 class StateReaders:

@@ -6,7 +6,8 @@ weights trains and is saved again and again, on the GPU if there is one, and und
 
 - `begin_s` and `finish_s`: training stands still, between two steps, to begin and to finish the checkpoint;
 - `parts_s`: of the beginning, ending the checkpoint `before`, making the `directory`, waiting for locked
-  `memory`, listing the `state`; beside training, the `copy` and the `write`;
+  `memory`, listing the `state`; beside training, the `copy` and the `write`; on a CPU, how long an update was
+  `held_up` until little was left to write;
 - `step_s`: the steps beside the writing, of which the first also waits for copies that are not complete;
 - `written_s`: until the files are durable.
 

@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.checkpoint_state import saved_tensors
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
+from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint import commit
 from learner.checkpoint.commit import load_checkpoint, read_extra, save_checkpoint, start_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.host_memory import copies
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.checkpoint.saved_trainers import OPTIMIZER, train, trainer_of
-from tests.learner.tiny import FAMILIES, random_samples, tiny_model
+from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
 SUITES = dict.fromkeys(
     ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text"), pytest.mark.slow
@@ -182,6 +185,48 @@ def test_a_checkpoint_on_a_cpu_is_copied_when_the_next_update_comes_and_not_befo
     assert in_place() == []
 
 
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
+def test_a_step_copies_nothing_of_a_checkpoint_that_the_disk_soon_has(
+    tmp_path, monkeypatch, held_writer, backend
+):
+    monkeypatch.setattr(copies, "LEFT_BYTES", 0)
+    model = tiny_model()
+    trainer = backend(model.config, hf_state(model), OPTIMIZER)
+    expected = trainer.export()
+    pending = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
+    saved = pending._staged.copies
+    keep, copied = saved.keep, []
+
+    def spy():
+        held_writer.set()
+        keep()
+        copied.extend(copy for copy in saved._copies if copy is not None)
+
+    saved.keep = spy
+    train(trainer, range(1))
+    assert held_writer.is_set()
+    assert copied == []
+    pending.finish()
+    load_checkpoint(trainer, latest_checkpoint(tmp_path))
+    assert all(torch.equal(weight, expected[name]) for name, weight in trainer.export().items())
+
+
+def test_a_step_does_not_wait_for_a_checkpoint_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "LEFT_BYTES", 0)
+    trainer = trainer_of(tiny_model())
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(commit, "_written", refuse)
+    pending = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
+    began = time.monotonic()
+    train(trainer, range(1))
+    assert time.monotonic() - began < copies.LEFT_TIMEOUT_S / 2
+    with pytest.raises(StorageError, match="the disk is full"):
+        pending.finish()
+
+
 def test_the_time_of_a_checkpoint_is_told_by_part(tmp_path):
     trainer, parts = trainer_of(tiny_model()), {"before", "directory", "memory", "state"}
     first = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
@@ -190,7 +235,7 @@ def test_the_time_of_a_checkpoint_is_told_by_part(tmp_path):
     took = time.perf_counter() - began
     assert took / 2 < sum(second.seconds[part] for part in parts) <= took
     second.finish()
-    assert second.seconds.keys() == parts | {"write", "copy"}
+    assert second.seconds.keys() == parts | {"write", "copy", "held_up"}
     assert second.seconds["write"] > 0
     assert second.seconds["memory"] == second.seconds["copy"] == 0  # a CPU has neither
 

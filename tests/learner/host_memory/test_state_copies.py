@@ -74,6 +74,49 @@ def test_no_piece_of_a_copy_crosses_a_border_of_what_is_locked(monkeypatch, star
     assert torch.equal(place, source)
 
 
+WAIT_S = 60
+
+
+def kept_beside(copies):
+    """Begin to let the state change, and return what is set when it may."""
+    kept = threading.Event()
+    threading.Thread(target=lambda: (copies.keep(), kept.set()), daemon=True).start()
+    return kept
+
+
+def test_a_change_waits_until_little_is_left_to_copy(monkeypatch):
+    monkeypatch.setattr(copies_module, "LEFT_BYTES", 8)
+    whole = torch.arange(6.0)
+    copies = CopyBuffers().copies([whole[:2], whole[2:4], whole[4:]])
+    kept = kept_beside(copies)
+    first = copies.take(0)
+    assert not kept.wait(0.05)
+    second = copies.take(1)
+    assert kept.wait(WAIT_S)
+    assert copies.held_up_s >= 0.05
+    whole[:] = -1.0
+    assert [first.tolist(), second.tolist(), copies.take(2).tolist()] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_change_waits_no_more_when_nothing_is_written_any_more(monkeypatch):
+    monkeypatch.setattr(copies_module, "LEFT_BYTES", 0)
+    copies = CopyBuffers().copies([torch.zeros(2)])
+    kept = kept_beside(copies)
+    assert not kept.wait(0.05)
+    copies.end()
+    assert kept.wait(WAIT_S)
+
+
+def test_a_change_waits_for_a_disk_a_bounded_time_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(copies_module, "LEFT_BYTES", 0)
+    monkeypatch.setattr(copies_module, "LEFT_TIMEOUT_S", 0.01)
+    state = torch.zeros(2)
+    copies = CopyBuffers().copies([state])
+    copies.keep()
+    state[:] = 1.0
+    assert copies.take(0).tolist() == [0, 0]
+
+
 def test_copies_are_of_what_was_there_before_it_changed():
     whole = torch.arange(6.0)
     copies = CopyBuffers().copies([whole[:2], whole[2:4], whole[4:]])
