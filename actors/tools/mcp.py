@@ -3,6 +3,7 @@ with an event loop of its own: the tools are known before the actor's loop runs,
 by the task that opened it."""
 
 import asyncio
+import json
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -17,7 +18,18 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
-from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent, Tool
+from mcp.types import (
+    CONNECTION_CLOSED,
+    INVALID_PARAMS,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    PaginatedRequestParams,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+    Tool,
+)
 
 from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON, Task
@@ -169,8 +181,14 @@ class _Session:
         self._pings: set[asyncio.Task[None]] = set()
 
     async def tools(self) -> Sequence[Tool]:
-        session = await self._open()
-        return (await session.list_tools()).tools
+        """Return the tools of all pages of the server's list."""
+        session, found = await self._open(), list[Tool]()
+        page = await session.list_tools()
+        found += page.tools
+        while page.next_cursor is not None:
+            page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+            found += page.tools
+        return found
 
     async def call(self, name: str, arguments: dict[str, JSON]) -> CallToolResult:
         session = await self._open()
@@ -249,6 +267,17 @@ def _transport(config: McpConfig) -> AbstractAsyncContextManager[TransportStream
 
 
 def _result(result: CallToolResult) -> ToolResult:
-    """Return the texts of an answer; what is no text is named by its kind."""
-    parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
-    return ToolResult("\n".join(parts), failed=bool(result.is_error))
+    """Return the texts of an answer, those of files in it too, or its structured content where it has nothing
+    else; what is no text is named by its kind."""
+    text = "\n".join(map(_text, result.content))
+    if not result.content and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    return ToolResult(text, failed=bool(result.is_error))
+
+
+def _text(part: ContentBlock) -> str:
+    if isinstance(part, TextContent):
+        return part.text
+    if isinstance(part, EmbeddedResource) and isinstance(part.resource, TextResourceContents):
+        return part.resource.text
+    return f"[{part.type} {part.uri}]" if isinstance(part, ResourceLink) else f"[{part.type}]"

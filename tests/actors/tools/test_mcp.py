@@ -20,6 +20,7 @@ from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
+PAGES = str(Path(__file__).with_name("mcp_pages_server.py"))
 STDIO = (sys.executable, SERVER, "stdio")
 
 
@@ -44,6 +45,22 @@ async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
         assert await tools["add"].call({"a": 1, "b": 1}) == ToolResult("2")  # it is started again
     finally:
         await tools["add"].close()
+
+
+@pytest.mark.slow
+async def test_tools_of_all_pages_are_there_and_answers_of_other_forms_are_read():
+    """GitHub's server answers with files, and some answer with structured content alone."""
+    tools = build_tools([McpConfig(command=(sys.executable, PAGES))])
+    try:
+        said = [await tools[name].call({}) for name in ("structured", "file", "link")]
+    finally:
+        await tools["file"].close()
+    assert len(tools) == 3
+    assert said == [
+        ToolResult('{"rows": [1, "ü"]}'),
+        ToolResult("it is:\nwhole file\n[resource]"),
+        ToolResult("[resource_link file:///b.txt]", failed=True),
+    ]
 
 
 @pytest.mark.slow
