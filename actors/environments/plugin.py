@@ -84,7 +84,9 @@ class PluginEnvironment:
 
     async def _rolled_out(self, task: Task, policy: Policy) -> Episode:
         try:
-            episode = await self._in_time(self._environment.run(task, policy), f"a rollout of {task.task_id}")
+            episode = await self._in_time(
+                self._environment.run(task.copied(), policy), f"a rollout of {task.task_id}"
+            )
         except SluiceError:
             raise
         except ExceptionGroup as errors:  # of a TaskGroup, as environments of several agents have

@@ -1,8 +1,8 @@
 """What a rollout starts from, and the finished answer to it that a reward scores."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Self, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeAlias
 
 from bus.errors import SchemaError
 from bus.messages import Prompt
@@ -49,6 +49,12 @@ class Task:
             tools=tuple(tool for tool in prompt.tools if isinstance(tool, dict)),
         )
 
+    def copied(self) -> Self:
+        """Return the task with values of its own, for code that may change them: all rollouts of a prompt
+        have the same ones."""
+        prompt, metadata, tools = map(_copied, (self.prompt, self.metadata, self.tools))
+        return replace(self, prompt=prompt, metadata=metadata, tools=tools)
+
     @property
     def messages(self) -> Sequence[ChatMessage]:
         """Return the prompt as a chat; raises SchemaError if it is none."""
@@ -82,3 +88,15 @@ class Answer:
     """Functions that the prompt offered to the policy, as those of a `Task`."""
     reward: float | None = None
     """Reward that the answer has alone, where a group reward gives the final one; else None."""
+
+    def copied(self) -> Self:
+        """Return the answer with values of its own, for code that may change them."""
+        messages, metadata, tools = map(_copied, (self.messages, self.metadata, self.tools))
+        return replace(self, messages=messages, metadata=metadata, tools=tools)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of JSON down to its leaves."""
+    if isinstance(value, Mapping):
+        return {key: _copied(child) for key, child in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value

@@ -141,7 +141,7 @@ class GameEnvironment:
         """Roll `task` out once. Raises EngineError, or EpisodeError for what the game did."""
         refuse_tools(task, "game")
         policy = policy.fresh(task.task_id)
-        game = await self._called(self._start, task)
+        game = await self._called(self._start, task.copied())
         with closing(game):
             play = Play(game, self._sides(task, game.players))
             self._refuse_unknown_opponents(play, policy)

@@ -53,6 +53,8 @@ class Scorer:
         self._weights = weights or {}
         self._reward = reward or load_reward(name)
         inline = name in REWARDS and reward is None
+        self._may_change = not inline
+        """Whether the reward may change what it is given, as a user's own may."""
         self._calls = BoundedCalls(name, self._reward, timeout_s=timeout_s, threads=threads, inline=inline)
 
     @classmethod
@@ -104,7 +106,7 @@ class Scorer:
 
     async def tried(self, answer: Answer) -> Scored | Late | RewardError:
         """Return the reward, or how the function failed; raises as `_or_failure` does."""
-        outcome = await self._calls.call(answer)
+        outcome = await self._calls.call(answer.copied() if self._may_change else answer)
         where = f"reward {self._name} on task {answer.task_id}"
         return _or_failure(
             outcome, lambda: checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
@@ -269,7 +271,7 @@ class GroupScorer:
 
     async def _tried(self, answers: Sequence[Answer]) -> list[Scored] | RewardError:
         """Return the rewards, or how the function failed; raises as `_or_failure` does."""
-        outcome = await self._calls.call(answers)
+        outcome = await self._calls.call([answer.copied() for answer in answers])
         return _or_failure(outcome, lambda: self._checked(answers, outcome))
 
     def _checked(self, answers: Sequence[Answer], outcome: object) -> list[Scored]:
@@ -319,7 +321,7 @@ def checked(
 
 
 def _parts(parts: Mapping[str, object], where: str) -> dict[str, float]:
-    if not parts or not all(isinstance(name, str) and name for name in parts):
+    if not isinstance(parts, Mapping) or not parts or not all(isinstance(n, str) and n for n in parts):
         raise InvalidRewardError(f"{where} returned {parts!r}: {EXPECTED}")
     return {name: _number(value, f"{where}, in its part {name!r},") for name, value in parts.items()}
 

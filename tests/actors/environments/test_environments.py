@@ -22,6 +22,7 @@ from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from benchmarks.scripted_engine import ScriptedEngine, policy_saying
 from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
+from bus.messages import Prompt
 
 
 async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):
@@ -152,6 +153,22 @@ class ScoringGroups(Troubled):
 
     async def score_group(self, episodes):
         return dict.fromkeys(episodes, self.trouble)
+
+
+class ChangingTasks(Troubled):
+    async def run(self, task, policy):
+        task.messages[0]["content"] += " Think."
+        task.metadata["seen"] = task.metadata.get("seen", 0) + 1
+        return await super().run(task, policy)
+
+
+async def test_a_task_that_an_environment_changes_is_the_same_for_other_rollouts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    config = PluginEnvironmentConfig(type="plugin", environment="users_own:ChangingTasks")
+    prompt = Prompt(content=[{"role": "user", "content": "hi"}], metadata={"a": 1})
+    with pytest.raises(EpisodeError, match="returned None"):
+        await build_environment(config).run(Task.of(prompt, "g.0"), None)
+    assert (prompt.content, prompt.metadata) == ([{"role": "user", "content": "hi"}], {"a": 1})
 
 
 class ExitingAtGroups(ScoringGroups):

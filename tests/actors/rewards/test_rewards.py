@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from actors.episodes.task import Answer
-from actors.rewards.base import RewardError
+from actors.episodes.task import Answer, Task
+from actors.rewards.base import RewardError, Scored
 from actors.rewards.builtin.registry import REWARDS, load_reward
+from actors.rewards.scoring.answer_scoring import answer_to
 from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from bus.errors import ConfigError
+from bus.messages import Prompt
 
 
 def answer(text="", label="42", *, finish_reason="stop", task_id="t"):
@@ -106,7 +108,9 @@ def test_rewards_that_cannot_be_loaded_are_config_errors(name, words):
         load_reward(name)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, None, "1.0", True + 0j])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 1e39, None, "1.0", True + 0j, Scored(1.0, ["a"])]
+)
 async def test_a_reward_must_be_a_finite_number(value):
     scorer = Scorer("mine", timeout_s=60, reward=lambda _: value)
     with pytest.raises(RewardError, match="reward mine on task t returned"):
@@ -205,6 +209,23 @@ async def test_an_object_may_be_an_async_reward():
             return len(given.text)
 
     assert await Scorer("judge", timeout_s=60, reward=Judge()).score(answer("abc")) == 3.0
+
+
+async def test_a_reward_that_changes_what_it_is_given_changes_nothing_for_others():
+    def changing(given):
+        found = given.metadata.pop("tests")
+        found.append("x")
+        given.messages[0]["content"] += " Think."
+        return len(found) + len(given.messages[0]["content"])
+
+    prompt = Prompt(content=[{"role": "user", "content": "hi"}], metadata={"tests": ["a"]})
+    tasks = [Task.of(prompt, f"g.{n}", sample=n) for n in range(2)]
+    answers = [answer_to(task, "a", "stop", token_count=1) for task in tasks]
+    scorer = Scorer("mine", timeout_s=60, reward=changing)
+    assert [await scorer.score(one) for one in answers] == [11.0, 11.0]
+    group = GroupScorer("mine", timeout_s=60, reward=lambda given: [changing(one) for one in given])
+    assert [scored.reward for scored in await group.scored(answers)] == [11.0, 11.0]
+    assert (prompt.metadata, prompt.content[0]["content"]) == ({"tests": ["a"]}, "hi")
 
 
 def exits(given):
