@@ -93,6 +93,8 @@ class Episode:
     def end(self) -> End:
         """Return the first end of a trained trajectory that is not to be trusted, or else how the first
         trajectory ended."""
+        if len(self.trajectories) == 1:  # the usual case, which is asked for several times
+            return self.trajectories[0].end
         ends = [part.end for part in self.trajectories if part.trainable] or [self.trajectories[0].end]
         return next((end for end in ends if end not in TRUSTED_ENDS), ends[0])
 

@@ -404,9 +404,8 @@ class ChatFormat:
         self, token_ids: list[int], in_reasoning: bool, tools: Sequence[Tool], number: int
     ) -> tuple[str, ParsedAnswer]:
         text = written = self.decode(token_ids)
-        kept_marks = self._numbers_of(self._reader.marks | self._reader.ends)
-        if kept_marks.intersection(token_ids):
-            left_out = self._special_ids - kept_marks
+        if self._kept_marks.intersection(token_ids):
+            left_out = self._special_ids - self._kept_marks
             kept = [token for token in token_ids if token not in left_out]
             written = self.decode(kept, skip_special_tokens=False)
         return text, self._reader.read(written, in_reasoning=in_reasoning, tools=tools, number=number)
@@ -422,6 +421,11 @@ class ChatFormat:
         return {
             number: self.decode([number], skip_special_tokens=False).strip() for number in self._special_ids
         }
+
+    @cached_property
+    def _kept_marks(self) -> frozenset[int]:
+        """Return the special tokens that have a meaning in an answer."""
+        return self._numbers_of(self._reader.marks | self._reader.ends)
 
     def _numbers_of(self, texts: Set[str]) -> frozenset[int]:
         return frozenset(number for number, text in self._special_texts.items() if text in texts)
