@@ -7,9 +7,9 @@ A division `4t2p1e1-2x2` has a learner of 4 ranks, of which 2 share layers (tens
 and 1 the experts, and 2 engines of 2 GPUs; in `4t2p1e1+2x2` these are the first GPUs of the learner, of which
 servers have `mem_fraction_static` 0.3 unless settings say otherwise. Without `--divisions` they are the one
 that `launch plan` expects to be the fastest and two others. Each row of the table is a run of a shape: it
-trains, is ended and started again, and loses a rank of its learner, a server, and all of its processes. Rows
-are lines of DIR/divisions.jsonl, and those that are there are not measured again. Without CUDA engines are
-embedded, and plans are those of H200s.
+trains, is ended and started again, loses a rank of its learner, a server, and all of its processes, and its
+newest checkpoint becomes a Hugging Face directory. Rows are lines of DIR/divisions.jsonl, and those that are
+there are not measured again. Without CUDA engines are embedded, and plans are those of H200s.
 
     python -m benchmarks.divisions --shapes sums --divisions 4t1p1e1-4x1 --directory DIR
 
@@ -43,6 +43,7 @@ from benchmarks.overlap_report import figures
 from benchmarks.overlap_settings import defaults, make
 from benchmarks.random_models import shape
 from bus.errors import ConfigError, SluiceError
+from bus.process.child_process import module_command
 from launch.plan.plan import Plan, Question, plan
 from launch.process.log_settings import configure_logging
 from launch.recipes.recipe import recipe
@@ -202,7 +203,8 @@ class MeasuredRun:
             for change in ("resume", "rank_killed", "server_killed", "host_killed"):
                 log.info("measured", run=self.config.run, **found)
                 found[f"{change}_s"] = await self._trained_after(change)
-            return found
+            await self._local.kill(patience_s=0)
+            return found | {"export_s": await asyncio.to_thread(self._export)}
         finally:
             await self._local.kill(patience_s=0)
 
@@ -258,6 +260,17 @@ class MeasuredRun:
         for part in ("learner", "actors", "storage"):
             found[f"{part}_gib"] = max(map(_rss_gib, self._local.find(part)), default=None)
         return found | {"host_gib": sum(map(_rss_gib, self._processes()))}
+
+    def _export(self) -> float:
+        """Return the seconds until the newest checkpoint is a Hugging Face directory. Raises `SluiceError`
+        where it does not become one."""
+        began, target = time.time(), self.config.directory / "exported"
+        command = module_command("launch", "convert", "megatron-to-hf", str(self._run.path), str(target))
+        said = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+        if said.returncode:
+            raise SluiceError(f"the newest checkpoint became no directory: {said.stderr[-2000:]}")
+        shutil.rmtree(target)
+        return time.time() - began
 
     def _processes(self) -> list[psutil.Process]:
         process = self._local.process

@@ -15,6 +15,7 @@ from bus.errors import ConfigError
 FIGURES = {
     "start_s", "step_s", "learner_idle", "engine_idle", "slots_idle", "stall_s", "pause_s", "host_gib",
     "announced_to_served_s", "checkpoint_s", "resume_s", "rank_killed_s", "server_killed_s", "host_killed_s",
+    "export_s",
 }  # fmt: skip
 
 
