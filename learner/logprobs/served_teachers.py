@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from bus.errors import ConfigError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 from bus.trajectory import Groups
 from bus.waiting import cancelled
 from learner.config.frozen_policies import TeacherConfig, teacher_settings
@@ -49,10 +49,19 @@ class TeacherAnswers:
 NO_ANSWERS = TeacherAnswers()
 
 
-async def ask_teachers(groups: Groups, learner: LearnerConfig, *, vocab_size: int) -> TeacherAnswers:
+async def ask_teachers(
+    groups: Groups, learner: LearnerConfig, *, vocab_size: int, served: dict[str, str] | None = None
+) -> TeacherAnswers:
     """Return what the teachers behind servers think of the trained trajectories of these groups.
 
-    `vocab_size` is the policy's. Raises `ConfigError` for tokens of which a server cannot give what the loss
+    Args:
+        groups: the groups of a step.
+        learner: its settings name the teachers.
+        vocab_size: the policy's.
+        served: models of the servers by the teachers' tags, as they were in earlier steps; a server that has
+            another one now was started again as another teacher, which is an error.
+
+    Raises `ConfigError` for tokens of which a server cannot give what the loss
     wants, and `EngineError` for a server that was away for too long or whose answers cannot be used."""
     teachers = learner.served_teachers
     if not teachers:
@@ -64,6 +73,8 @@ async def ask_teachers(groups: Groups, learner: LearnerConfig, *, vocab_size: in
         for sample in taught:
             _refuse_other_distribution(tag, teacher, sample)
         async with TeacherServer(tag, teacher) as server:
+            if served is not None:
+                await _refuse_another_model(tag, server, served)
             if teacher.kl == "sampled":
                 logprobs[tag] = await all_of([_logprobs(server, sample) for sample in taught])
             else:
@@ -72,6 +83,15 @@ async def ask_teachers(groups: Groups, learner: LearnerConfig, *, vocab_size: in
                     [_top_tokens(server, sample, count, vocab_size) for sample in taught]
                 )
     return TeacherAnswers(logprobs, top_tokens)
+
+
+async def _refuse_another_model(tag: str, server: TeacherServer, served: dict[str, str]) -> None:
+    name = (await server.model()).name
+    if (before := served.setdefault(tag, name)) != name:
+        raise EngineError(
+            f"the {tag} at {server.url} is {name} now, and was {before}: serve that again, or begin another "
+            "run with this one"
+        )
 
 
 def teachers_asked(groups: Groups, learner: LearnerConfig, *, vocab_size: int) -> TeacherAnswers:

@@ -16,6 +16,8 @@ from bus.trajectory import LARGEST_LOGPROB
 from learner.data.top_tokens import NO_TOKEN
 
 BAD_REQUEST = 400
+MOST_MASS = 1.01
+"""Largest sum of probabilities of different tokens, which rounding lets pass 1."""
 LEAST_MASS = 1e-7
 """Smallest probability that is told from 0 for the tokens that are not among the likeliest: theirs is 1 less
 the sum of the others, which come in float32."""
@@ -95,7 +97,7 @@ def read_top_tokens(
 
     A token from `vocab_size` on, which the policy does not have, counts among the others. Raises
     `EngineError` for another number of tokens, for one that comes twice or is negative, and for log-probs
-    that are not finite."""
+    that are not finite or are none of one distribution."""
     if short := [len(place or ()) for place in tops if len(place or ()) != count]:
         raise EngineError(f"{short[0]} of the likeliest tokens came instead of {count}")
     if not tops:
@@ -106,6 +108,12 @@ def read_top_tokens(
     for place in np.flatnonzero((ordered[:, 0] < 0) | (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)):
         raise EngineError(
             f"of the likeliest tokens in one place some come twice or are negative: {ids[place].tolist()}"
+        )
+    sums = np.exp(logprobs.astype(np.float64)).sum(axis=1)
+    if (sums > MOST_MASS).any():
+        raise EngineError(
+            f"the {count} likeliest tokens in one place have a probability of {sums.max():.6g} together: "
+            "their log-probs are of no distribution"
         )
     known = ids < vocab_size
     mass = np.where(known, np.exp(logprobs.astype(np.float64)), 0.0).sum(axis=1)

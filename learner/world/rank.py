@@ -108,6 +108,8 @@ class Rank:
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Fetched]]] = {}
         """Says what is being fetched for each step: which groups, their trajectories, and what teachers
         behind servers think of them."""
+        self._teachers_served = dict[str, str]()
+        """Models of the servers of teachers, by the teachers' tags."""
         self._asking = set[int]()
         """Steps about whose groups teachers are being asked."""
 
@@ -134,7 +136,9 @@ class Rank:
         learner = self._settings.learner
         self._asking.add(step)
         try:
-            return groups, await ask_teachers(groups, learner, vocab_size=vocab_size)
+            return groups, await ask_teachers(
+                groups, learner, vocab_size=vocab_size, served=self._teachers_served
+            )
         finally:
             self._asking.discard(step)
 

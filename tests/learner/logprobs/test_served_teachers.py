@@ -243,6 +243,27 @@ def test_likeliest_tokens_that_cannot_be_right_end_the_step(wrong):
     assert server.url in str(raised.value)
 
 
+async def test_a_server_that_was_started_again_with_another_model_is_refused():
+    groups, known = groups_of(1), {}
+    for name in ("a-large-model", "a-small-model"):
+        with ServedModel(teacher(), model_path=name) as server:
+            learner = LearnerConfig(teacher=TeacherConfig(url=server.url, **SAMPLED))
+            asking = ask_teachers(groups, learner, vocab_size=VOCAB, served=known)
+            if name == "a-large-model":
+                assert (await asking).logprobs
+                continue
+            with pytest.raises(EngineError, match="is a-small-model now, and was a-large-model"):
+                await asking
+    assert not server.bodies
+
+
+def test_likeliest_tokens_of_no_distribution_are_refused():
+    tops = [[(np.log(p), token, None) for token, p in enumerate(share)] for share in ([0.5, 0.4], [0.9, 0.8])]
+    assert read_top_tokens(tops[:1], count=2, vocab_size=10)
+    with pytest.raises(EngineError, match=r"a probability of 1\.7 together"):
+        read_top_tokens(tops, count=2, vocab_size=10)
+
+
 def test_a_refused_request_is_not_repeated():
     trajectory = groups_of(1)[0][0]
     groups = [[replace(trajectory, token_ids=trajectory.token_ids + VOCAB)]]
