@@ -142,13 +142,15 @@ def _ports(config: RunConfig) -> Iterator[tuple[str, tuple[str, int]]]:
 
 def check_limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        yield Finding(
-            "open files", "warning", f"{soft} at most for each process",
-            f"ulimit -n {FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)} before a start",
-        )  # fmt: skip
+    found = f"{soft} at most for each process"
+    if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
+        yield Finding("open files", "ok", found)
+    elif hard == resource.RLIM_INFINITY or hard >= FEW_FILES:
+        wanted = FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        yield Finding("open files", "warning", found, f"ulimit -n {wanted} before a start")
     else:
-        yield Finding("open files", "ok", f"{soft} at most for each process")
+        allow = f"allow {FEW_FILES} before a start: a container by --ulimit nofile, a service by LimitNOFILE"
+        yield Finding("open files", "warning", f"{found}, and it may not ask for more than {hard}", allow)
 
 
 def check_variables() -> Iterator[Finding]:

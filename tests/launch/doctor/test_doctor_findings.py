@@ -1,6 +1,7 @@
 """`launch doctor`: what its checks of packages and of the host find, and how the command tells it."""
 
 import json
+import resource
 import shutil
 import socket
 import sys
@@ -141,6 +142,16 @@ def test_each_part_of_a_monitored_run_needs_its_port(monkeypatch: pytest.MonkeyP
     [finding] = check_ports(validate({"monitoring": {"port": 9000}}))
     assert tried == [9000, 9001, 9002, 9003]
     assert "monitoring.port of learner 9003" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("hard", "remedy"),
+    [(resource.RLIM_INFINITY, "ulimit -n 4096"), (1 << 20, "ulimit -n 65536"), (1024, "allow 4096")],
+)
+def test_more_open_files_are_asked_for_where_the_limit_allows_them(hard, remedy, monkeypatch):
+    monkeypatch.setattr(host.resource, "getrlimit", lambda _: (1024, hard))
+    [found] = host.check_limits()
+    assert (found.level, found.remedy.startswith(f"{remedy} before a start")) == ("warning", True)
 
 
 def test_a_variable_that_looks_like_ours_is_a_warning(monkeypatch: pytest.MonkeyPatch):
