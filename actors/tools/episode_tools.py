@@ -49,9 +49,11 @@ class EpisodeTools:
             return
         began = monotonic()
         try:
-            async with asyncio.timeout(tool.room_wait_s):
+            async with asyncio.timeout(tool.room_wait_s) as limit:
                 await self._state(tool)
         except TimeoutError as error:
+            if not limit.expired():  # the tool's own, such as of a service that it asks
+                raise ToolError(f"{tool.name!r} did not open: {error!r}") from error
             raise ToolError(f"{tool.name!r} waited for {tool.room_wait_s:g} s and found no room") from error
         finally:
             self.waited_s += monotonic() - began

@@ -65,6 +65,17 @@ def test_who_finds_no_room_is_told_so_and_the_model_is_not_to_blame():
     run_virtually(waits())
 
 
+async def test_a_time_limit_of_a_tools_own_is_no_lack_of_room():
+    class Away(Crowded):
+        @asynccontextmanager
+        async def episode(self, task):
+            raise TimeoutError("its service is away")
+            yield self
+
+    with pytest.raises(ToolError, match=r"'shell' did not open: TimeoutError\('its service is away'\)"):
+        await called(Away(opens_after_s=0, room_wait_s=600))
+
+
 @pytest.mark.parametrize("held_out", [False, True])
 async def test_held_out_tasks_and_those_of_training_do_not_wait_for_one_another(held_out):
     shell = build_tools([SandboxToolConfig(offers=("shell",), at_once=1)])["shell"]
