@@ -398,8 +398,9 @@ class Status(Message, tag="status"):
 
 def stores_nothing(streams: Sequence[str]) -> str:
     """Return that nats-server stores nothing on these streams, with the remedy, for a human. It writes a
-    stream no more after a failed write; `launch bus` restarts it by itself."""
-    return f"the bus stores nothing on {', '.join(streams)}: restart nats-server"
+    stream no more after a failed write, as on a full disk; `launch bus` restarts it once there is room."""
+    remedy = "free its disk if that is full, and restart nats-server where `launch bus` does not"
+    return f"the bus stores nothing on {', '.join(streams)}: {remedy}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

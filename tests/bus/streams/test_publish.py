@@ -10,7 +10,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 from bus.connection import Bus
 from bus.connection.status import Activity, report_status
 from bus.errors import BusError
-from bus.messages import Status
+from bus.messages import Status, stores_nothing
 from bus.server.nats_server import MAX_PAYLOAD, NatsServer
 from bus.streams.consume import Inbox
 from bus.streams.publish import HEADER_BYTES, Publisher
@@ -78,7 +78,7 @@ async def test_stream_that_stores_nothing_is_complained_of_until_the_server_is_r
         tasks.create_task(report_status(actor, source="me", role="actor", look=look, stop=stop))
         soft, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         tasks.create_task(publisher.publish(bus.subject("trajectories", 0), b"x", message_id="a"))
-        await said("the bus stores nothing on TRAJECTORIES: restart nats-server; rolling out")
+        await said(f"{stores_nothing(['TRAJECTORIES'])}; rolling out")
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (soft, hard))
         await publisher.publish(bus.subject("events", "metrics"), b"x", message_id="b")  # that is another
         assert actor.not_storing == {"TRAJECTORIES"}

@@ -489,7 +489,7 @@ CAUSES = {
     ),
     "a bus that stores nothing": (
         [actor(not_storing=("TRAJECTORIES",))],
-        "says: the bus stores nothing on TRAJECTORIES: restart nats-server",
+        "says: the bus stores nothing on TRAJECTORIES: free its disk if that is full, and restart",
     ),
     "a full disk": ([actor()], "the learner waits for the groups of step 27: the disk of "),
 }
