@@ -27,7 +27,7 @@ from actors.gateway.dialects.base import (
 )
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.known_chats import KnownChats, Meaning
-from actors.gateway.dialects.refusal import RefusedError, TooLongError
+from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.policy.messages import Tool, ToolCall
 
 DATED = re.compile(r"(.+)_\d{8}")
@@ -225,6 +225,9 @@ def _messages(given: _Message) -> Iterator[ChatMessage]:
     if given.role == "assistant":
         yield _assistant(blocks)
         return
+    answered = [block.type == "tool_result" for block in blocks]
+    if answered != sorted(answered, reverse=True):
+        raise invalid("blocks of type 'tool_result' come first in their message, and text behind them")
     for block in blocks:
         if block.type == "tool_result":
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}

@@ -54,6 +54,7 @@ class _Message(Body):
     content: str | list[_ChatPart] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -186,6 +187,8 @@ def _message(given: _Message) -> ChatMessage:
             ToolCall(call.id, call.function.name, call.function.arguments).as_json
             for call in given.tool_calls
         ]
+    if given.name:
+        message["name"] = given.name
     if given.role == "tool":
         message["tool_call_id"] = given.tool_call_id or ""
     return message

@@ -29,6 +29,7 @@ CONVERSATION = [
 ]
 
 HELLO = {"role": "user", "content": "hi"}
+RESULTS = [{"type": "text", "text": "so"}, {"type": "tool_result", "tool_use_id": "1", "content": "42"}]
 IMAGE = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
 
 
@@ -344,6 +345,11 @@ def test_whatever_a_request_sets_and_nothing_reads_is_named(dialect, field, unme
     assert (found.unmet, found.unmeetable) == tuple((name,) if name else () for name in (unmet, unmeetable))
 
 
+def test_names_of_speakers_reach_the_template():
+    said = [{**HELLO, "name": "Ann"}, {"role": "tool", "tool_call_id": "1", "name": "add", "content": "42"}]
+    assert [one.get("name") for one in ask(OPENAI_CHAT, messages=said).messages] == ["Ann", "add"]
+
+
 def test_refusals_are_words_of_the_assistant():
     words = [{"type": "refusal", "refusal": "I "}, {"type": "text", "text": "won't"}]
     for said in ({"content": words}, {"content": None, "refusal": "I won't"}):
@@ -418,6 +424,7 @@ def test_a_demanded_call_is_known(dialect, choice, tools):
         (OPENAI_CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "tool_calls"),
         (OPENAI_CHAT, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio"),
         (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' has no text"),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": RESULTS}]}, "'tool_result' come first"),
         (
             GOOGLE,
             {"contents": [{"parts": [{"executableCode": {"code": "1"}}]}]},

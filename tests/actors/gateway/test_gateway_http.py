@@ -1,6 +1,7 @@
 """The gateway over real HTTP: sessions, retries, refusals, caps, disconnects, streams."""
 
 import asyncio
+import gzip
 import json
 import socket
 
@@ -119,6 +120,14 @@ async def test_large_body_is_refused():
         assert (status, answer["error"]["code"]) == (413, "request_too_large")
         assert "raise actors.environment.gateway.most_body_bytes" in answer["error"]["message"]
         assert (await s.chat("hi"))[0] == 200
+
+
+async def test_a_body_that_is_not_packed_as_it_says_is_refused_by_name():
+    async with served() as s:
+        packed = gzip.compress(json.dumps(HELLO).encode())
+        assert (await s.post(CHAT, packed, Content_Encoding="gzip"))[0] == 200
+        status, answer = await s.post(CHAT, b"{}", Content_Encoding="gzip")
+        assert (status, "Content-Encoding" in answer["error"]["message"]) == (400, True)
 
 
 async def test_body_that_does_not_come_is_given_up():
