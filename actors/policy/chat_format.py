@@ -315,9 +315,8 @@ class ChatFormat:
         return await asyncio.get_running_loop().run_in_executor(self._thread, alone)
 
     async def _soon(self, at_once: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` here where it is to be run `at_once` and the thread is idle; else in the thread. So
-        is the first chat, which has the template compiled."""
-        if not (at_once and self._prompts and self._in_use.acquire(blocking=False)):
+        """Run `function` here where it is to be run `at_once` and the thread is idle; else in the thread."""
+        if not (at_once and self._in_use.acquire(blocking=False)):
             return await self.in_thread(function, *args, **kwargs)
         try:
             return function(*args, **kwargs)

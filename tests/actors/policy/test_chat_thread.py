@@ -44,14 +44,9 @@ def user(text: object) -> dict[str, object]:
 
 
 @pytest.fixture
-async def watched():
-    """A tokenizer whose format has seen a chat: the first one has the template compiled, in the thread."""
+def watched():
     tokenizer = Watched()
-    chats = ChatFormat(tokenizer)
-    await chats.context([user("first")], None, ())
-    assert tokenizer.at_once == [False]
-    tokenizer.at_once.clear()
-    return chats, tokenizer
+    return ChatFormat(tokenizer), tokenizer
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from actors.engines.base import Sampling
 from actors.episodes.episode import Fork
 from actors.policy import chat_messages
+from actors.policy.chat_format import SHORT_CHARACTERS
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from benchmarks.scripted_engine import ScriptedEngine
@@ -260,7 +261,7 @@ async def test_tokens_can_be_made_while_the_event_loop_goes_on(monkeypatch):
         return render(*args, **kwargs)
 
     monkeypatch.setattr(QWEN, "apply_chat_template", render_when_the_loop_answers)
-    await policy.chat([ONE])
+    await policy.chat([{"role": "user", "content": "one " * SHORT_CHARACTERS}])
     assert waiting.is_set()
 
 
