@@ -362,7 +362,6 @@ class Gateway:
             reason = f"the body did not come within {self._config.body_timeout_s:g} s"
             raise RefusedError(408, "body_timeout", reason, retry=True) from error
         except web.RequestPayloadError as error:
-            request.protocol.force_close()  # nobody knows where the next request begins
             reason = f"the body cannot be read as its headers say, such as Content-Encoding: {error}"
             raise RefusedError(400, "invalid_request", reason) from error
         except web.HTTPRequestEntityTooLarge as error:
