@@ -131,12 +131,15 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     work = asyncio.ensure_future(main(stop))
+    is_asked = False
 
     def on_signal() -> None:
-        if stop.is_set():
+        nonlocal is_asked  # `stop` may be set by the work itself, such as of an actor whose run is done
+        if is_asked:
             work.cancel("second signal")
         elif os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
             loop.call_later(ORPHAN_DRAIN_S, work.cancel, "orphan")
+        is_asked = True
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

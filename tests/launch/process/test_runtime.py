@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.process.runtime import run
+from launch.process.runtime import KILLED, run
 from tests.e2e.commands import ENVIRONMENT, wait_until
 
 DRAINS = """
@@ -28,6 +28,23 @@ async def main(stop):
 run(main)
 """
 """A process that prints after it was told to stop, and then shows that it ended as it wanted to."""
+
+
+ENDS = """
+import asyncio, os, signal, sys
+from launch.process.runtime import run
+
+async def main(stop):
+    stop.set()
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+    for number in [signal.SIGTERM] * int(sys.argv[1]) + [signal.SIGUSR1]:
+        os.kill(os.getpid(), number)
+    await heard.wait()
+
+run(main)
+"""
+"""A process that stops by itself, and gets so many signals meanwhile."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +90,12 @@ def test_a_signal_stops_a_process_in_its_own_time(tmp_path: Path, number: signal
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert said.splitlines() == ["ready", "stopping"]
+
+
+@pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, KILLED)])
+def test_a_process_that_ends_by_itself_is_cut_off_by_a_second_signal_alone(signals: int, status: int):
+    command = [sys.executable, "-c", ENDS, str(signals)]
+    assert subprocess.run(command, env=ENVIRONMENT, check=False).returncode == status
 
 
 def test_an_ignored_hangup_stays_ignored(tmp_path: Path):
