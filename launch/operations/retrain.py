@@ -70,6 +70,7 @@ def _retrain(
 
     began = time.monotonic()
     settings, _ = learner_settings(config, run)
+    used, _ = learner_settings(changed, run)  # with micro-batches that fit the host
     from_step, to_step = steps[0], last_step(settings) if steps[1] is None else steps[1]
     if not 0 <= from_step < to_step:
         raise ConfigError(
@@ -91,7 +92,7 @@ def _retrain(
             stores,
             from_step=from_step,
             to_step=to_step,
-            changed=changed.learner,
+            changed=used.learner,
             reward=reward,
             at_end=compare,
         ):
