@@ -113,7 +113,7 @@ def test_actors_that_come_and_go_leave_nothing_but_their_sum(monkeypatch):
     assert len(monitor.processes) <= 8
     assert len(monitor.peak_rss_bytes) <= 80
     assert len(monitor._published) <= 60
-    assert len(news._starts) + len(news._silent) <= 16
+    assert len(news._starts) + len(news._away) <= 16
     assert monitor.trajectories_published == 1000
     assert monitor.peak_rss_bytes_total == 10 * MIB
     assert monitor.values("actor")["trajectories"] == 2
