@@ -11,6 +11,7 @@ from actors.engines.base import Sampling
 from actors.episodes.episode import Fork
 from actors.policy import chat_messages
 from actors.policy.chat_format import SHORT_CHARACTERS
+from actors.policy.conversation import Conversation
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from benchmarks.scripted_engine import ScriptedEngine
@@ -249,6 +250,24 @@ async def test_only_the_tail_is_rendered_and_encoded(monkeypatch):
     await policy.chat([long, first.message, TWO])
     assert len(policy.trajectories(0.0)) == 1
     assert max(rendered + encoded) < 1000, "and not the long message"
+
+
+async def test_what_an_answer_says_is_read_once_and_only_where_its_chat_goes_on(monkeypatch):
+    answered, read = Conversation.answered, []
+
+    def noted(self, chat, answer, text, **given):
+        read.append(text)
+        return answered(self, chat, answer, text, **given)
+
+    monkeypatch.setattr(Conversation, "answered", noted)
+    policy = scripted("a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "d<|im_end|>")
+    first = await policy.chat([ONE])
+    assert read == []
+    second = await policy.chat([ONE, first.message, TWO])
+    await policy.chat([ONE, first.message, TWO, second.message, ONE])
+    await policy.chat([TWO])
+    assert read == ["a", "b", "c"]
+    assert [len(one.turns) for one in policy.trajectories(0.0)] == [3, 1]
 
 
 async def test_tokens_can_be_made_while_the_event_loop_goes_on(monkeypatch):
