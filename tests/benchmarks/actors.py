@@ -40,6 +40,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
 from bus.messages import Lease, Prompt
+from bus.process.process_tuning import few_collections, quick_turns
 from bus.server.nats_server import NatsServer
 from bus.streams.publish import Publisher
 from storage.chats.stop_tokens import AddedToken
@@ -125,7 +126,10 @@ async def bench_actor(
             await engine.start()
             await engine.load_weights(_state(model), 0)
             async with NatsServer(root / "nats") as server:
-                bare, actor = zip(*await _measure(engine, server.url, load), strict=True)
+                # as an actor's process does
+                with few_collections(), quick_turns():
+                    measured = await _measure(engine, server.url, load)
+                bare, actor = zip(*measured, strict=True)
             differences = await _differences(engine, model, load)
         finally:
             await engine.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import uvloop
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -83,12 +84,12 @@ def bench_actors(
         load: what is asked of it.
         embedded: False measures the server alone, and raises `ConfigError` where there is none."""
     if not embedded:
-        return {**asyncio.run(bench_actor(config, build, load))}
+        return {**uvloop.run(bench_actor(config, build, load))}
     lacking = _lacking(config)
     measured: dict[str, float | str] = {**bench_embedded()}
     if lacking:
         return measured | {"sglang": f"not measured: {lacking}"}
-    return measured | asyncio.run(bench_actor(config, build, load))
+    return measured | uvloop.run(bench_actor(config, build, load))
 
 
 def _lacking(config: SglangEngineConfig) -> str | None:
