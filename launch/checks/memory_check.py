@@ -9,7 +9,13 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from bus.process.host_limits import memory_bytes
-from launch.plan.memory import checkpoint_bytes, held_policies, learner_rank, without_passes
+from launch.plan.memory import (
+    checkpoint_bytes,
+    held_policies,
+    learner_rank,
+    publication_copies,
+    without_passes,
+)
 from launch.plan.plan import GIB, model_of
 from launch.settings.run_config import RunConfig
 
@@ -28,7 +34,7 @@ def refuse_too_large(config: RunConfig, hf_config: PretrainedConfig) -> None:
     rank = without_passes(learner_rank(model, config.learner, ranks, 1))
     published, saved = model.parameters * model.item_bytes, checkpoint_bytes(model, config.learner)
     named = f"{config.model.path or 'the scratch model'}, {model.parameters / 1e9:.2f} billion weights"
-    on_host = 2 * published  # of publications, whose buffers take turns
+    on_host = publication_copies(model, config.learner, ranks) * published
     on_host += held_policies(model, config.learner, config.warmup, rank, ranks) * world.processes
     if on_gpu:
         room = torch.cuda.get_device_properties(0).total_memory

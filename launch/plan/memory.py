@@ -305,14 +305,22 @@ def held_policies(
     return (policies + 1) * each
 
 
+def publication_copies(model: Model, learner: LearnerConfig, ranks: int) -> int:
+    """Return how many copies of what is published the learner has at least. Two sets of buffers take turns
+    (learner/publication/host_copy.py); a rank that is alone on a CPU keeps but the version that the next
+    delta is made from (lent_weights.py)."""
+    if model.on_gpu or ranks > 1:
+        return 2
+    return int(learner.publication.snapshot_every > 1)
+
+
 def learner_host(
     model: Model, learner: LearnerConfig, warmup: WarmupConfig, rank: RankMemory, published: int, ranks: int
 ) -> int:
     """Return the host memory of the learner's first host.
 
-    Two sets of buffers take turns for publications (learner/publication/host_copy.py), which all ranks divide
-    unless adapters are trained, and what is written beside them has a copy while the disk is slow
-    (snapshot_writer.py); of what each rank has
+    Publications have copies, which all ranks divide unless adapters are trained, and what is written beside
+    them has one while the disk is slow (snapshot_writer.py); of what each rank has
     on its GPU a checkpoint makes a copy (learner/host_memory/copies.py); frozen policies lie on the
     host, and the current one beside them; so does what the optimizer offloads."""
     here = max(1, min(ranks, learner.world.processes))
@@ -326,7 +334,8 @@ def learner_host(
     beside = (learner.publication.snapshot_every > 1) + bool(learner.publication.keep_versions)
     if ranks > 1 and not learner.lora.exists:  # rank 0 has the frozen weights below adapters
         published = published * here // ranks
-    return round((2 + beside) * published + saved + held + offloaded + on_cpu + PROCESS_BYTES * here)
+    copies = publication_copies(model, learner, ranks) + beside
+    return round(copies * published + saved + held + offloaded + on_cpu + PROCESS_BYTES * here)
 
 
 def actor_host(published: int, *, embedded: bool) -> int:

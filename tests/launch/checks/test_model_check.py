@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AddedToken, AutoConfig, AutoTokenizer, Olmo2Config, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -234,6 +235,15 @@ def taken_of_the_host(model: Path, monkeypatch, warmup: Mapping[str, object], **
     monkeypatch.setattr(memory_check, "_refuse", lambda _, where, needed, *__: said.update({where: needed}))
     memory_check.refuse_too_large(asked, load_hf_config(model))
     return next(needed for where, needed in said.items() if "of this host" in where)
+
+
+def test_versions_that_are_published_whole_have_no_copy_on_a_cpu(model: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    whole, deltas = (
+        taken_of_the_host(model, monkeypatch, {}, publication={"snapshot_every": every}) for every in (1, 10)
+    )
+    published = sum(weight.size for weight in load_file(model / "model.safetensors").values())
+    assert deltas - whole == 4 * published
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])

@@ -16,7 +16,7 @@ from bus.codec import encode
 from bus.config import BusConfig, StreamsConfig
 from bus.errors import ConfigError
 from launch.cli.main import main
-from launch.plan.memory import Model, checkpoint_bytes, learner_rank
+from launch.plan.memory import Model, checkpoint_bytes, learner_rank, publication_copies
 from launch.plan.plan import Question, held_traffic, plan, run_hf_config, trajectory_token_bytes
 from launch.plan.report import plan_lines
 from launch.plan.sizes import adapter_elements, kv_bytes, weights_of
@@ -309,6 +309,15 @@ def test_too_few_gpus_and_layouts_that_do_not_divide_are_refused(tmp_path: Path)
         plan(run_of(SMALL, tmp_path, learner={"world": {"processes": 8}}), SMALL, asked(4))
     with pytest.raises(ConfigError, match="does not divide by tensor=3"):
         plan(run_of(SMALL, tmp_path, learner={"parallel": {"tensor": 3}}), SMALL, asked(4))
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "ranks", "every", "copies"),
+    [(True, 1, 1, 2), (False, 2, 1, 2), (False, 1, 10, 1), (False, 1, 1, 0)],
+)
+def test_a_learner_alone_on_a_cpu_has_no_copy_but_what_deltas_are_made_from(on_gpu, ranks, every, copies):
+    learner = LearnerConfig(publication={"snapshot_every": every})
+    assert publication_copies(model_of(SMALL, on_gpu=on_gpu), learner, ranks) == copies
 
 
 def test_engines_have_the_rest_and_the_slower_side_is_waited_for(tmp_path: Path):
