@@ -181,7 +181,9 @@ def predictions(hosts: int, loops: Mapping[str, float]) -> dict[str, Json]:
                 ranks=ranks, ranks_of_a_host=8,
             )  # fmt: skip
             stages = version_s(machine, Work(), hosts, int(size_bytes))
-            found[f"{model}, {link}"] = {name: round(seconds, 2) for name, seconds in stages.items()}
+            found[f"{model}, {link}"] = {
+                name: round(seconds, 3 if name == "wait_s" else 2) for name, seconds in stages.items()
+            }
     return found
 
 

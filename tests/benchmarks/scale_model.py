@@ -201,11 +201,50 @@ class Work:
     """Size of a delta over that of all weights."""
 
 
-def version_s(machine: Machine, work: Work, hosts: int, size_bytes: int) -> dict[str, float]:
-    """Return the seconds of each stage of a delta, and those until a first version is everywhere."""
+@dataclass(frozen=True)
+class Wait:
+    """What training waits for at each version: each rank compares what it trains on its device, and sends
+    places and new values of what changed to the ranks that publish these tensors.
+
+    The bytes are those of `learner/publication/divided_weights.py`. The rates are not measured: an H200's
+    memory at 0.7 of 4.8 TB/s, and pageable host memory over PCIe."""
+
+    passes: float = 5.5
+    """Reads and writes of a share: weights and copy are compared into a mask of half their size, which is
+    counted and listed, and the copy is renewed."""
+    memory_bytes_per_s: float = 0.7 * 4.8e12
+    changed_fraction: float = 0.0085
+    """Words that a step changes at lr 1e-6 in bfloat16 (docs/performance.md)."""
+    change_bytes: int = 10
+    """A place, and a word."""
+    word_bytes: int = 2
+    gather_bytes_per_s: float = 300e9
+    """Of changes from rank to rank of a host; those for other hosts share the host's link."""
+    to_host_bytes_per_s: float = 10e9
+
+    def seconds(self, machine: Machine, size_bytes: int) -> float:
+        """Return for how long training waits for a version of this size."""
+        share = size_bytes / machine.ranks
+        changes = share / self.word_bytes * self.changed_fraction * self.change_bytes
+        of_a_host = min(machine.ranks, machine.ranks_of_a_host)
+        leave = 1 - of_a_host / machine.ranks
+        return (
+            self.passes * share / self.memory_bytes_per_s
+            + changes * (1 - 1 / machine.ranks) / self.gather_bytes_per_s
+            + changes * of_a_host * leave / machine.link_bytes_per_s
+            + changes / self.to_host_bytes_per_s
+        )
+
+
+def version_s(
+    machine: Machine, work: Work, hosts: int, size_bytes: int, wait: Wait | None = None
+) -> dict[str, float]:
+    """Return the seconds of each stage of a delta, those for which training waits, and those until a first
+    version is everywhere."""
     delta_bytes = int(work.delta_fraction * size_bytes)
     learners = max(1, machine.ranks // machine.ranks_of_a_host)
     found = {
+        "wait_s": (wait or Wait()).seconds(machine, size_bytes),
         "announced_s": (size_bytes / work.code_bytes_per_s + delta_bytes / work.write_bytes_per_s) / learners,
         "received_s": received_s(machine, hosts, delta_bytes),
         "applied_s": size_bytes / work.apply_bytes_per_s,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.scale_model import Machine, Work, part_bytes_of, received_s, version_s
+from benchmarks.scale_model import Machine, Wait, Work, part_bytes_of, received_s, version_s
 from storage.weights.part_tracker import PartTracker
 from tests.e2e.commands import Command
 
@@ -84,6 +84,18 @@ def test_the_stages_of_a_version_add_up():
     assert found["serving_s"] == pytest.approx(found["received_s"] + 0.16 + 1.6 / 8 / 156)
     of_two_hosts = version_s(replace(machine, ranks=16, ranks_of_a_host=8), work, 2, 1_600_000_000)
     assert of_two_hosts["announced_s"] == pytest.approx(found["announced_s"] / 2)
+
+
+def test_training_waits_for_what_each_rank_compares_and_sends():
+    wait = Wait(passes=5, memory_bytes_per_s=5e11, changed_fraction=0.01, gather_bytes_per_s=1e10,
+                to_host_bytes_per_s=1e9)  # fmt: skip
+    changes = 1e9 / 2 * 0.01 * 10  # of a share of 1 GB
+    alone = wait.seconds(Machine(1e9), 1_000_000_000)
+    assert alone == pytest.approx(0.01 + changes / 1e9)
+    eight = wait.seconds(Machine(1e9, ranks=8, ranks_of_a_host=8), 8_000_000_000)
+    assert eight == pytest.approx(alone + changes * 7 / 8 / 1e10)
+    on_two_hosts = wait.seconds(Machine(1e9, ranks=16, ranks_of_a_host=8), 16_000_000_000)
+    assert on_two_hosts == pytest.approx(alone + changes * 15 / 16 / 1e10 + 8 * changes / 2 / 1e9)
 
 
 @pytest.mark.parametrize(
