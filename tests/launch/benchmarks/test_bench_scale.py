@@ -78,10 +78,10 @@ def test_a_question_takes_what_the_tracker_takes_if_that_is_asked_for(monkeypatc
 
 
 def test_the_stages_of_a_version_add_up():
-    machine, work = Machine(12.5e9), Work()
+    machine, work = Machine(12.5e9), Work(apply_bytes_per_s=1e10, load_bytes_per_s=2e11)
     found = version_s(machine, work, 2, 1_600_000_000)
     assert found["announced_s"] == pytest.approx(1.6 / 17 + 0.0112 / 4)
-    assert found["serving_s"] == pytest.approx(found["received_s"] + 0.16 + 1.6 / 8 / 156)
+    assert found["serving_s"] == pytest.approx(found["received_s"] + 0.16 + 1.6 / 8 / 200)
     of_two_hosts = version_s(replace(machine, ranks=16, ranks_of_a_host=8), work, 2, 1_600_000_000)
     assert of_two_hosts["announced_s"] == pytest.approx(found["announced_s"] / 2)
 
