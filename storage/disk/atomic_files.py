@@ -60,7 +60,8 @@ def publish(temporary: Path, final: Path) -> None:
 def filling(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Give a directory to fill, which becomes `target` at the end, or nothing is left of it.
 
-    Raises `StorageError` when the disk refuses, and when `target` exists, which `replaces` removes then."""
+    Raises `StorageError` when the disk refuses, and when `target` exists; a directory goes with `replaces`,
+    once all of the new one is on the disk."""
     temporary = temporary_sibling(target)
     make_directory(target.absolute().parent)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -68,9 +69,13 @@ def filling(target: Path, *, replaces: bool = False) -> Iterator[Path]:
         with writing(target), naming(target):
             temporary.mkdir()
             yield temporary
-            if replaces and target.exists():
-                shutil.rmtree(target)
+            old = temporary_sibling(temporary)
+            if replaces and target.is_dir():
+                fsync_tree(temporary)  # a disk that refuses now leaves `target` as it was
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
             publish(temporary, target)
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
