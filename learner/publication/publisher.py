@@ -131,7 +131,7 @@ class WeightPublisher:
     def announced(self) -> Weights | None:
         """Return the weights announced last; their tensors stay as they are until others are announced. None
         where training has changed them since."""
-        return self._weights if self._weights is not None and _kept(self._weights) else None
+        return self._weights if self._weights is not None and _in_own_memory(self._weights) else None
 
     async def start(
         self, model: Path, *, dtype: str | None = None, config: Mapping[str, Json] | None = None
@@ -342,7 +342,7 @@ class WeightPublisher:
         if self._snapshots.busy:
             return
         weights = self._announced_weights()
-        if not await asyncio.to_thread(_kept, weights):
+        if not await asyncio.to_thread(_in_own_memory, weights):
             return  # training has changed them: the next version comes with a snapshot
         version, others = weights.policy_version, self._others
         tokens = self._incarnation, version, SNAPSHOT
@@ -392,7 +392,7 @@ class WeightPublisher:
     async def _begin_kept(self) -> None:
         """Write a version that is to stay beside what comes next; a failure ends the learner."""
         weights, others = self._announced_weights(), self._others
-        await asyncio.to_thread(_kept, weights)
+        await asyncio.to_thread(_in_own_memory, weights)
         version, ranks = weights.policy_version, self._ranks
         tokens, directory = (self._incarnation, version, KEPT), await self._kept.begin(version)
 
@@ -615,7 +615,7 @@ class WeightPublisher:
         }
 
 
-def _kept(weights: Weights) -> bool:
+def _in_own_memory(weights: Weights) -> bool:
     """Give weights that are lent memory of their own; tell whether they are still there."""
     lent = lent_among(weights.tensors)
     return lent is None or lent.keep()
