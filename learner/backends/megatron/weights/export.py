@@ -96,7 +96,7 @@ def _steps(name: str, whole: Sequence[int], places: Places) -> tuple[int, int, i
 
 
 class WeightExport:
-    """Gathers weights at rank 0. The parameters must be settled (`Trainer.settle_parameters`) before."""
+    """Gathers weights at rank 0. Nothing may write the parameters any more (`Trainer.finish_gathering`)."""
 
     def __init__(
         self, chunks: Sequence[MegatronModule], hf_config: PretrainedConfig, beside: SomeWeights,
