@@ -138,7 +138,7 @@ class _Tool(Body):
 class _Choice(Body):
     type: str
     name: str = ""
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class _Thinking(Body):
@@ -183,7 +183,7 @@ def _parse(raw: bytes, known: KnownChats[Meaning]) -> Ask:
         stop=tuple(filter(None, request.stop_sequences or ())),
         prefix=prefix or "",
         must_call=_demanded(choice),
-        one_call=choice.disable_parallel_tool_use,
+        one_call=bool(choice.disable_parallel_tool_use),
         unmet=(*request.unmet, *(f"output_config.{name}" for name in output.unread)),
         unmeetable=(*request.unmeetable, *(f"output_config.{name}" for name in unmet(output, "format"))),
         shows_reasoning=request.thinking is not None and request.thinking.type != "disabled",

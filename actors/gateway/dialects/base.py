@@ -21,9 +21,9 @@ MOST_NAMED = 16
 """Fields of a request that are named as not heeded."""
 WORD = re.compile(r"\w{1,40}", re.ASCII)
 CHANGES_NOTHING = frozenset((
-    "background", "betas", "client_metadata", "inference_geo", "labels", "metadata", "prompt_cache_key",
-    "prompt_cache_retention", "safety_identifier", "safetySettings", "safety_settings", "service_tier",
-    "store", "stream_options", "user",
+    "background", "betas", "cache_control", "client_metadata", "inference_geo", "labels", "metadata",
+    "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "safetySettings", "safety_settings",
+    "service_tier", "store", "stream_options", "user",
 ))  # fmt: skip
 """Fields that say who asks, and how to cache and to bill: without them an answer is the same."""
 USELESS_WITHOUT = frozenset((
@@ -32,6 +32,10 @@ USELESS_WITHOUT = frozenset((
     "prompt", "regex", "responseModalities", "response_modalities", "structured_outputs",
 ))  # fmt: skip
 """Fields of schemas, of tools in a form that is gone, and of parts of the prompt that are elsewhere."""
+ANYWAY: tuple[JSON, ...] = (
+    None, 0, False, "auto", "none", "disabled", {"type": "text"}, {}, [], ["text"], ["TEXT"],
+)  # fmt: skip
+"""Values of fields that say what holds without them."""
 FAILED = "Error"
 """Word before the answer of a tool that failed."""
 Shown = dict[str, JSON]
@@ -73,9 +77,9 @@ class Request(Body, extra="allow"):
     @property
     def unread(self) -> tuple[str, ...]:
         """Return the names of fields that are set, and are not read."""
-        names = (self.model_extra or {}).keys() - CHANGES_NOTHING
-        words = sorted(name for name in names if WORD.fullmatch(name))
-        return unmet(self, *words[:MOST_NAMED])
+        given = self.model_extra or {}
+        names = (name for name in given.keys() - CHANGES_NOTHING if given[name] not in ANYWAY)
+        return tuple(sorted(filter(WORD.fullmatch, names))[:MOST_NAMED])
 
     @property
     def unmet(self) -> tuple[str, ...]:
@@ -145,20 +149,7 @@ def wanted(request: Body, max_new_tokens: int | None) -> dict[str, float]:
 
 def unmet(request: Body, *names: str) -> tuple[str, ...]:
     """Return the names of fields that are set and not to what holds anyway."""
-    anyway: tuple[JSON, ...] = (
-        None,
-        0,
-        False,
-        "auto",
-        "none",
-        "disabled",
-        {"type": "text"},
-        {},
-        [],
-        ["text"],
-        ["TEXT"],
-    )
-    return tuple(name for name in names if getattr(request, name) not in anyway)
+    return tuple(name for name in names if getattr(request, name) not in ANYWAY)
 
 
 def arguments_of(call: ToolCall) -> Shown:

@@ -161,7 +161,7 @@ class _Request(Request):
     tools: list[DeclaredTool] | None = None
     tool_choice: JsonValue = None
     parallel_tool_calls: bool | None = None
-    include: list[str] = []  # noqa: RUF012 - pydantic copies defaults
+    include: list[str] | None = None
     stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -249,7 +249,7 @@ def _asked(request: _Request, last: _Kept | None) -> Ask:
         unmeetable=(
             *text_format,
             *unmet(request, "top_logprobs"),
-            *(["include"] if LOGPROBS in request.include else []),
+            *(["include"] if LOGPROBS in (request.include or ()) else []),
             *request.unmeetable,
         ),
     )
