@@ -185,7 +185,7 @@ class _Session:
         session, found = await self._open(), list[Tool]()
         page = await session.list_tools()
         found += page.tools
-        while page.next_cursor is not None:
+        while page.next_cursor:  # some servers end their list with an empty cursor
             page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
             found += page.tools
         return found

@@ -1,4 +1,5 @@
-"""An MCP server over stdio, whose list of tools has three pages and whose answers have other forms."""
+"""An MCP server over stdio, whose list of tools has three pages and ends with an empty cursor, and whose
+answers have other forms."""
 
 import asyncio
 
@@ -23,7 +24,7 @@ ANSWERS = {
 async def listed(_, params):
     at = int(params.cursor) if params is not None and params.cursor else 0
     tool = Tool(name=NAMES[at], input_schema={"type": "object"})
-    return ListToolsResult(tools=[tool], next_cursor=str(at + 1) if at + 1 < len(NAMES) else None)
+    return ListToolsResult(tools=[tool], next_cursor=str(at + 1) if at + 1 < len(NAMES) else "")
 
 
 async def called(_, params):
