@@ -31,7 +31,7 @@ REPEATED = frozenset({408, 429})
 """Statuses below 500 that a later request may not get."""
 
 
-UNREPEATED = frozenset({301, 302, 303})
+BODY_LOST = frozenset({301, 302, 303})
 """Redirections after which a request has lost its body: what answers knows nothing of the question."""
 BROKEN_OFF = ("abort", "error")
 """What servers call the end of an answer that they gave up."""
@@ -116,7 +116,7 @@ class Endpoint:
             raise self._transient(f"{error!r} from {self._url}") from error
 
     def _understood(self, response: aiohttp.ClientResponse, raw: bytes) -> EndpointReply:
-        if not UNREPEATED.isdisjoint(earlier.status for earlier in response.history):
+        if not BODY_LOST.isdisjoint(earlier.status for earlier in response.history):
             raise RefusedError(f"{self._what}: {self._url} leads to {response.url}: give that address")
         try:
             body, problem = cast(JSON, json.loads(raw)) if raw.strip() else None, None

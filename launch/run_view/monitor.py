@@ -248,7 +248,8 @@ class RunMonitor:
         return self._latest[process.status.role] is process
 
     def failure_unheard(self, role: str) -> str:
-        """Return the same of the latest process with a role that was never heard."""
+        """Return in words that the latest process with a role, of which no process was heard, did not end in
+        order; empty where nothing says so."""
         ending = self._ending_of(role)
         return "" if ending is None or not ending.reason else ending.text
 
