@@ -215,8 +215,8 @@ class Judge:
 
 
 def _content(reply: JSON) -> tuple[str, bool]:
-    """Return the text of the first choice of a chat completion, and whether its limit cut it off. Raises
-    UnscoredError for another reply."""
+    """Return the text of the first choice of a chat completion, and whether its limit cut it off; no text
+    where the server gave the answer up. Raises UnscoredError for another reply."""
     choices = reply.get("choices") if isinstance(reply, Mapping) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, Mapping) else None
