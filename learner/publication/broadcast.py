@@ -107,11 +107,6 @@ class Broadcaster:
         await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
         await self._bus.listen(subject("broadcast", "beat"), GroupBeat, self._on_beat)
 
-    @property
-    def has_engines(self) -> bool:
-        """Tell whether engines receive weights by groups, each from a copy of what is announced."""
-        return bool(self._groups or self._asking)
-
     async def close(self) -> None:
         self._closed = True
         for group in list(self._groups.values()):
