@@ -119,7 +119,7 @@ class Broadcaster:
         where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
-        self._announced_since(wanted.policy_version)  # or askers beside this engine get nothing
+        await self._announced_since(wanted.policy_version)  # or askers beside this engine get nothing
         asking = self._asking.get(wanted.device) or _Asking()
         asking.wanted.append(wanted)
         if self._together:
@@ -193,9 +193,9 @@ class Broadcaster:
         if group := self._groups.get(beat.group):
             group.hear(beat.first_rank)
 
-    def _announced_since(self, version: int) -> Weights:
+    async def _announced_since(self, version: int) -> Weights:
         """Return what is announced. Raises `BusError` where it is older than that."""
-        weights = self._announced()
+        weights = await asyncio.to_thread(self._announced)  # lent weights may be copied then
         if weights is None or weights.policy_version < version:
             raise BusError(f"version {version} is not announced by this learner")
         return weights
@@ -203,7 +203,7 @@ class Broadcaster:
     async def _newest_copy(self, at_least: int) -> "SharedCopy":
         async with self._copying:
             for _ in range(COPIES):
-                weights = self._announced_since(at_least)
+                weights = await self._announced_since(at_least)
                 if self._newest and self._newest.policy_version == weights.policy_version:
                     return self._newest
                 self._newest = None  # before there are two more

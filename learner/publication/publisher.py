@@ -130,8 +130,9 @@ class WeightPublisher:
 
     def announced(self) -> Weights | None:
         """Return the weights announced last; their tensors stay as they are until others are announced. None
-        where training has changed them since."""
-        return self._weights if self._weights is not None and _in_own_memory(self._weights) else None
+        where training has changed them since. Any thread may call this."""
+        weights = self._weights
+        return weights if weights is not None and _in_own_memory(weights) else None
 
     async def start(
         self, model: Path, *, dtype: str | None = None, config: Mapping[str, Json] | None = None

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
@@ -165,13 +166,19 @@ async def test_a_sender_is_told_of_the_memory_that_it_may_take(monkeypatch):
         raise BusError(str(order["device_bytes"]))
 
     monkeypatch.setattr("learner.publication.broadcast._SenderProcess.start", start)
-    announced = weights()
+    found, threads = weights(), []
+
+    def announced():
+        threads.append(threading.current_thread())
+        return found
+
     broadcaster = Broadcaster(
-        SimpleNamespace(secured=False), lambda: announced, incarnation="one", timeout_s=1.0, device_bytes=7
+        SimpleNamespace(secured=False), announced, incarnation="one", timeout_s=1.0, device_bytes=7
     )
     wanted = BroadcastWanted(incarnation="one", policy_version=0, group="", ranks=1, device="cpu", nonce="")
     with pytest.raises(BusError, match=r"^7$"):
         await broadcaster._offer(wanted)
+    assert threading.main_thread() not in threads[:2], "lent weights are copied when they are asked for"
 
 
 def test_a_sender_keeps_the_memory_it_used_last():
