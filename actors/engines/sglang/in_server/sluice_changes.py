@@ -49,6 +49,7 @@ READY, GIVEN_UP = "ready", "changes are written meanwhile"
 """Answers of a process that has the changes on its device, and of one that was to write them before."""
 SPARE_BYTES = 1 << 30
 """What a device has to have free besides what is prepared."""
+USUAL_SWITCH_S = sys.getswitchinterval()
 SWITCH_S = 2e-5
 """How long a thread that prepares waits for the interpreter at most. Each of its thousands of calls gives it
 up for a moment, and an idle server, which looks for requests all the time, takes it: with Python's 5 ms a
@@ -566,7 +567,7 @@ class _Listener:
         _listeners.pop(self._address, None)
 
     def _answer(self, file: str) -> str:
-        began, usual_s = time.perf_counter(), sys.getswitchinterval()
+        began = time.perf_counter()
         model = self.model()
         sys.setswitchinterval(SWITCH_S)
         try:
@@ -574,7 +575,7 @@ class _Listener:
         except Exception as error:  # noqa: BLE001 - whatever it is: the server writes them unprepared, and goes on
             answer = repr(error)
         finally:
-            sys.setswitchinterval(usual_s)
+            sys.setswitchinterval(USUAL_SWITCH_S)
         log.info("changes prepared in %.3f s: %s", time.perf_counter() - began, answer)
         return answer
 
