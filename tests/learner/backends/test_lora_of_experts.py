@@ -236,7 +236,7 @@ def test_a_checkpoint_of_adapters_of_experts_is_loaded_by_another_layout_of_rank
 
 def test_what_is_announced_of_experts_does_not_grow_with_their_number():
     blob = BlobRef(subject="s", chunks=1, size_bytes=1, digest="ab" * 16)
-    announced = trainer_of(LORA, "deepseek_v3").adapters.described(blob)
+    announced = trainer_of(LORA, "deepseek_v3").adapters.described([blob], "ab" * 16)
     assert [each for each in announced.modules if not each.startswith("self_attn.")] == [
         *(f"experts.{part}_proj" for part in ("down", "gate", "up")),
         *(f"mlp.{part}_proj" for part in ("down", "gate", "up")),

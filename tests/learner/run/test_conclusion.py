@@ -1,6 +1,7 @@
 """The end of a run: what is saved as done has been exported."""
 
 import asyncio
+import errno
 import json
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.config import ColocationConfig
-from bus.errors import NoActorsError, TrainingError
+from bus.errors import NoActorsError, StorageError, TrainingError
 from bus.messages import PolicyManifest
 from bus.requests import BatchLease
 from learner.checkpoint.commit import read_extra
@@ -63,7 +64,7 @@ async def test_a_learner_that_fails_while_a_checkpoint_is_written_goes_on_from_t
 
 async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     async with mini_run(bus, tmp_path) as run:
         settings = run.settings()
@@ -71,7 +72,7 @@ async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, 
             patch.setattr(rank, "stream_hf_directory", refuse)
             with pytest.raises(ExceptionGroup) as ended:
                 await service.run(bus, settings, run.demonstrations, asyncio.Event())
-        assert ended.group_contains(OSError, match="no space left")
+        assert ended.group_contains(StorageError, match="export: the disk is full")
         saved = read_extra(settings.checkpoints / "step_00000004")
         assert (saved["stage"], saved["step"]) == ("rl", 4)
         before = run.steps()
