@@ -117,9 +117,10 @@ class Broadcaster:
     async def _offer(self, wanted: BroadcastWanted) -> list[Message]:
         """Make a copy and a group, unless they are there, and it ready to send at once. Raises `BusError`
         where that cannot be."""
+        if wanted.incarnation == self._incarnation:
+            await self._announced_since(wanted.policy_version)  # or askers beside this engine get nothing
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
-        await self._announced_since(wanted.policy_version)  # or askers beside this engine get nothing
         asking = self._asking.get(wanted.device) or _Asking()
         asking.wanted.append(wanted)
         if self._together:

@@ -181,6 +181,20 @@ async def test_a_sender_is_told_of_the_memory_that_it_may_take(monkeypatch):
     assert threading.main_thread() not in threads[:2], "lent weights are copied when they are asked for"
 
 
+async def test_an_engine_that_asks_while_the_learner_ends_gets_no_group():
+    found = weights()
+
+    def announced():
+        broadcaster._closed = True
+        return found
+
+    broadcaster = Broadcaster(SimpleNamespace(secured=False), announced, incarnation="one", timeout_s=1.0)
+    wanted = BroadcastWanted(incarnation="one", policy_version=0, group="", ranks=1, device="cpu", nonce="")
+    with pytest.raises(BusError, match="weights of learner one are not to be had"):
+        await broadcaster._offer(wanted)
+    assert not broadcaster._asking
+
+
 def test_a_sender_keeps_the_memory_it_used_last():
     copies, source = [SharedCopy(weights(version)) for version in range(KEPT + 1)], Source("cpu")
     first, *later = [copy.memory.number for copy in copies]
