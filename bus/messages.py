@@ -191,6 +191,10 @@ class KeptVersion(Message, tag="kept_version"):
     rest: tuple[BlobRef, ...] = ()
     """Snapshots of the same version with the weights that other ranks have."""
 
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        return self.snapshot, *self.rest
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe(Message, tag="probe"):

@@ -32,7 +32,7 @@ class Announcement(NamedTuple):
 
 def blobs_of(manifest: PolicyManifest) -> set[BlobRef]:
     """Return all blobs from which somebody makes the version of a manifest, or one that it keeps."""
-    kept = (blob for version in manifest.kept for blob in (version.snapshot, *version.rest))
+    kept = (blob for version in manifest.kept for blob in version.blobs)
     base = () if manifest.adapted is None else manifest.adapted.blobs
     deltas = (blob for delta in manifest.deltas for blob in delta.blobs)
     return {*manifest.snapshot_blobs, *deltas, *kept, *base}
