@@ -29,8 +29,6 @@ SHOWN = 200
 """Characters of a reply that an error shows."""
 REPEATED = frozenset({408, 429})
 """Statuses below 500 that a later request may not get."""
-
-
 BODY_LOST = frozenset({301, 302, 303})
 """Redirections after which a request has lost its body: what answers knows nothing of the question."""
 BROKEN_OFF = ("abort", "error")

@@ -413,7 +413,7 @@ class BatchedDecoder:
             why = (
                 f"{len(broken)} of its weights hold NaN or infinity, such as {broken[0]}"
                 if broken
-                else (f"its weights are finite, and what they give is too large for {self.model.dtype}")
+                else f"its weights are finite, and what they give is too large for {self.model.dtype}"
             )
             raise EngineError(f"logits of policy version {self.policy_version} are not finite: {why}")
         self._rows.record(first, tokens.cpu().numpy(), values, self.policy_version, kept)

@@ -145,6 +145,17 @@ def test_a_model_that_takes_changes_is_as_one_that_took_all(held, dtype, piece, 
         assert same_bits(model, loaded(state, dtype))
 
 
+def taught(held):
+    """Return a model for which it is known where elements belong, and what it has."""
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = loaded(first, torch.float32)
+    held.keep(first, 0)
+    apply(model, held.write_changes(second := later(first, 0.02)))
+    held.keep(second, 1)
+    return model, second
+
+
 def noted_loads(model):
     """Return a list that will have the names of what the model itself loads."""
     names, load = [], model.load_weights
@@ -187,12 +198,7 @@ async def test_what_was_prepared_is_not_read_again(held):
 
 
 def test_changes_that_are_to_be_written_do_not_wait_for_a_preparation(held, monkeypatch):
-    torch.manual_seed(0)
-    first = policy(torch.float32)
-    model = loaded(first, torch.float32)
-    held.keep(first, 0)
-    apply(model, held.write_changes(second := later(first, 0.02)))
-    held.keep(second, 1)
+    model, second = taught(held)
     file = held.write_changes(third := later(second, 0.02))
     places, has_begun = sluice_changes._places_of(model), threading.Event()
     writes = places._writes
@@ -228,12 +234,7 @@ async def test_a_process_that_prepares_gets_the_interpreter_at_once(held, monkey
 
 
 def test_a_file_that_was_prepared_in_vain_changes_nothing(held):
-    torch.manual_seed(0)
-    first = policy(torch.float32)
-    model = loaded(first, torch.float32)
-    held.keep(first, 0)
-    apply(model, held.write_changes(second := later(first, 0.02)))
-    held.keep(second, 1)
+    model, second = taught(held)
     in_vain = held.write_changes(later(second, 0.02))
     assert sluice_changes._places_of(model).prepare(model, in_vain) == READY
     apply(model, held.write_changes(third := later(second, 0.03)))
